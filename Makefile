@@ -1,0 +1,38 @@
+# Arguments of `make demo`, for example: make demo DEMO_ARGS='--steps 200'
+DEMO_ARGS =
+
+# The Python that .venv is made with; 3.11 or newer.
+PYTHON ?= python3
+
+# Touched once .venv holds what pyproject.toml and constraints.txt ask for.
+INSTALLED = .venv/.installed
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: bench check clean demo help test
+
+demo: $(INSTALLED) ## Compare the methods on a simulated archipelago; the report is in runs/demo
+	.venv/bin/archipel compare --out runs/demo $(DEMO_ARGS)
+
+test: check ## Run the checks, then all tests
+	.venv/bin/python -m pytest --durations=10
+
+check: $(INSTALLED) ## Lint, formatting and types
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+bench: $(INSTALLED) ## Measure speed
+	.venv/bin/python bench/bench.py
+
+clean: ## Remove .venv, caches, build outputs and runs/demo; other runs stay
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist runs/demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

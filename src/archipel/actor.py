@@ -1,0 +1,200 @@
+"""The contract between training methods and the engines that run them.
+
+What belongs here: the verbs that a method may use (`Context`), the messages that every engine sends, and what
+an engine may ask of an actor. What does not: any method, any engine, anything that measures time or moves bytes.
+
+A training method is a few small actors that react to messages. The simulator runs them under a virtual clock; a
+live runtime runs the same objects under the real one. An actor knows the world by its messages only, and its
+fields are its whole state: that is what makes a run replayable and resumable.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+Vector = Tensor
+"""A model's weights (or a difference of them): 1-D, fp32, laid out by `vector.Layout`."""
+
+
+class NodeId(NamedTuple):
+    """An actor's address: the region it lives in and its name there. Written `region/name`."""
+
+    region: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.region}/{self.name}"
+
+
+Group = tuple[NodeId, ...]
+"""The members of a collective, in rank order."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Message:
+    """What actors say to each other. Vectors inside are never changed after sending."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Start(Message):
+    """From the engine to every actor, once, at time 0."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Trained(Message):
+    """The answer to `Context.train` and `Context.apply`: the moved weights and the loss before each inner step."""
+
+    theta: Vector
+    steps: int
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Gradient(Message):
+    """The answer to `Context.gradient`: the gradient on the worker's next batch, and the loss there."""
+
+    vector: Vector
+    loss: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Reduced(Message):
+    """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it: read only."""
+
+    mean: Vector
+
+
+class Context(Protocol):
+    """All that an actor may touch of the world."""
+
+    @property
+    def me(self) -> NodeId: ...
+
+    @property
+    def now(self) -> float:
+        """Seconds on this engine's clock."""
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """Random numbers of this node, seeded by (run seed, node)."""
+
+    def send(self, to: NodeId, message: Message) -> None:
+        """Message `to`; messages from one sender to one receiver arrive in the order of sending."""
+
+    def train(self, theta: Vector, steps: int, progress: int) -> None:
+        """Take `steps` inner steps from `theta` on this worker's own data; `Trained` comes back to me.
+
+        `progress` is the number of inner steps that all workers together have taken, as far as this actor was told:
+        the learning rate follows it. The engine takes a snapshot of `theta`.
+        """
+
+    def after(self, seconds: float, message: Message) -> None:
+        """`message` comes back to me in `seconds`."""
+
+    # For the synchronous baselines only; NoLoCo and HALoS never call these three.
+
+    def gradient(self, theta: Vector, progress: int) -> None:
+        """Compute one gradient at `theta` on this worker's next batch; `Gradient` comes back to me."""
+
+    def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
+        """One step of the inner optimizer with a gradient that is already known; `Trained` comes back to me."""
+
+    def all_reduce(self, group: Group, vector: Vector) -> None:
+        """Mean over `group`, once every member has called; `Reduced` comes back to me."""
+
+
+@dataclass(kw_only=True)
+class Actor(ABC):
+    """One node's part in a training method. A dataclass: its fields are its whole state.
+
+    Attributes:
+        me: this actor's address.
+        absorbed: inner steps that `model()` has absorbed, summed over the workers that took them. 0 where there is no model.
+        outer_steps: outer steps that this actor has taken on the model that a user takes home.
+        local_updates: outer steps that it has taken on a model that only its region sees.
+    """
+
+    me: NodeId
+    absorbed: int = 0
+    outer_steps: int = 0
+    local_updates: int = 0
+
+    @abstractmethod
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        """React to one message. The only place where an actor's fields change."""
+
+    def model(self) -> Vector | None:
+        """This actor's part of the model that a user takes home (the mean of all parts), or None if it holds none."""
+        return None
+
+    def peers(self) -> Iterable[NodeId]:
+        """Whom this actor may send to, or reduce with: checked against the topology before a run starts."""
+        return ()
+
+    def waits_for(self) -> str:
+        """What must arrive before this actor goes on, for the message of a deadlock."""
+        return "a message"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One accelerator, or a group that shards one copy of the model. `speed` is relative to the profile's step time."""
+
+    id: NodeId
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class World:
+    """What every method is told when its actors are made, and what never changes afterwards.
+
+    Attributes:
+        workers: all workers, in rank order; their regions in the order of the topology.
+        parameters: how many leading entries of the weight vector are parameters; the rest are buffers.
+        seed: the seed that all nodes share.
+    """
+
+    workers: tuple[Worker, ...]
+    parameters: int
+    seed: int
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The regions that hold workers, in the order of the topology."""
+        return tuple(dict.fromkeys(worker.id.region for worker in self.workers))
+
+    def inner_steps(self, steps: int, *, dynamic: bool) -> dict[NodeId, int]:
+        """Inner steps of each worker between two exchanges.
+
+        With `dynamic`, `max(1, ceil(steps · speed / fastest speed))`, so that all finish at about the same time
+        (DynUpd in HALoS, arXiv 2506.04531).
+        """
+        fastest = max(worker.speed for worker in self.workers)
+        return {
+            # The guard keeps a quotient such as 8·0.3/0.3 = 8.000000000000002 from becoming 9.
+            worker.id: max(1, math.ceil(steps * worker.speed / fastest - 1e-9)) if dynamic else steps
+            for worker in self.workers
+        }
+
+
+class MethodConfig(BaseModel):
+    """Base of every method's typed configuration: unknown keys and wrong types are refused, nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Method(Protocol):
+    """What a file in `methods/` offers."""
+
+    Config: type[MethodConfig]
+
+    def build(self, config: MethodConfig, world: World, theta: Vector) -> Sequence[Actor]:
+        """The method's actors, all starting from the weights `theta`."""

@@ -1,0 +1,239 @@
+"""The command line.
+
+What belongs here: arguments, progress on the terminal, exit codes (0; 1: training could not go on; 2: the user's to
+mend; 130: Ctrl-C). What does not: anything that a program could not also call.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from archipel import experiment, methods, report
+from archipel.errors import TrainingError, UserError, nearest
+from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
+
+app = typer.Typer(
+    help="Train one model over slow links: compare methods on a modelled network, with real gradients.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+out_console = Console()
+log_console = Console(stderr=True)
+
+DEFAULT_METHODS = "sync_sgd,diloco,diloco+dynamic_steps,async_local_sgd,noloco,halos"
+
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; can be given often.")
+]
+Processes = Annotated[int | None, typer.Option(min=1, help="Processes that compute gradients. Default: one a core, or one a GPU.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone on stdout.")]
+
+
+@app.command()
+def compare(
+    method_list: Annotated[
+        str, typer.Option("--methods", metavar="A,B,…", help="Methods by name; `name+flag` switches a flag of its settings on.")
+    ] = DEFAULT_METHODS,
+    topology: Annotated[str, typer.Option(metavar="NAME|FILE", help="Preset or YAML file.")] = DEFAULT_TOPOLOGY,
+    profile: Annotated[str, typer.Option(help="Size and step time of the modelled job, or `measured`.")] = DEFAULT_PROFILE,
+    task: Annotated[
+        str, typer.Option(help="stdlib, synthetic, text (with --set task.path=…), none, or file.py:function.")
+    ] = "stdlib",
+    steps: Annotated[int | None, typer.Option(min=1, help="Inner steps of all workers together. Default: 10000.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Instead of --steps.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with seeds run.seed, run.seed + 1, …")] = 1,
+    settings: Set = None,
+    target_loss: Annotated[float | None, typer.Option(help="Default: the loss that the worst of the methods ends at.")] = None,
+    processes: Processes = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for run directories and the report. Default: runs/compare-DATE.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which method trains fastest on this network? Real gradients, a modelled clock."""
+    recipes = comparison(
+        method_list,
+        {"topology": topology, "profile": profile, "task": task, "run": {"steps": steps, "tokens": tokens}},
+        seeds,
+        settings or [],
+    )
+    run_all(recipes, out or _dated("compare"), processes, target_loss, as_json=as_json)
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to run; only `method` is required in it.")],
+    settings: Set = None,
+    processes: Processes = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate one recipe."""
+    run_all([read_recipe(recipe, settings or [])], out or _dated("run"), processes, None, as_json=as_json)
+
+
+@app.command("report")
+def report_command(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Run directories, or folders that hold some.")],
+    target_loss: Annotated[float | None, typer.Option(help="Default: the loss that the worst of the runs ends at.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html and the plots. Default: the first DIR.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Table, plots and one HTML page from runs that were made before."""
+    found = [path for directory in directories for path in report.find(directory)]
+    if not found:
+        raise UserError(f"no run directory (a folder with summary.json) in {', '.join(map(str, directories))}")
+    show([report.load(path) for path in found], out or directories[0], target_loss, as_json=as_json)
+
+
+def comparison(method_list: str, common: dict[str, Any], seeds: int, overrides: Sequence[str]) -> list[Recipe]:
+    """One recipe for each method and seed; overrides are `method.key`, `task.key`, `topology.key`, `profile.key` or `run.key`.
+
+    Raises:
+        UserError: something in them is unknown or impossible.
+    """
+    chosen = [_method_fields(text.strip()) for text in method_list.split(",") if text.strip()]
+    if not chosen:
+        raise UserError(f"--methods {method_list!r}: name at least one of {', '.join(methods.names())}")
+    labels = [label for label, _ in chosen]
+    if repeated := {label for label in labels if labels.count(label) > 1}:
+        raise UserError(f"--methods: {', '.join(sorted(repeated))} is named twice")
+    sections: dict[str, Any] = {**common, "run": {key: value for key, value in common["run"].items() if value is not None}}
+    for override in overrides:
+        place, key, value = parse_override(override)
+        matching = [fields for label, fields in chosen if place in (label, fields["name"])]
+        for fields in matching:
+            fields[key] = value
+        if place in sections:
+            sections[place] = {**section(sections[place], place), key: value}
+        elif not matching:
+            known = [*dict.fromkeys([*labels, *(fields["name"] for _, fields in chosen)]), *sections]
+            raise UserError(f"--set {override}: {place!r} is none of {', '.join(known)}{nearest(place, known)}")
+    first_seed = sections["run"].get("seed", 0)
+    recipes = []
+    for label, fields in chosen:
+        for seed in range(seeds):
+            run = {**sections["run"], "seed": first_seed + seed if isinstance(first_seed, int) else first_seed}
+            recipes.append(parse_recipe({**sections, "method": dict(fields), "label": label, "run": run}))
+    return recipes
+
+
+def _method_fields(text: str) -> tuple[str, dict[str, Any]]:
+    """A method's label and fields from `name` or `name+flag+flag`."""
+    name, *flags = text.split("+")
+    if name not in methods.names():
+        raise UserError(
+            f"--methods: unknown method {name!r}{nearest(name, methods.names())}; allowed: {', '.join(methods.names())}"
+        )
+    known = [key for key, field in methods.load(name).Config.model_fields.items() if field.annotation is bool]
+    for flag in flags:
+        if flag not in known:
+            raise UserError(
+                f"--methods {text}: {name} has no flag {flag!r}{nearest(flag, known)}; its flags: {', '.join(known) or 'none'}"
+            )
+    return text, {"name": name, **dict.fromkeys(flags, True)}
+
+
+def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss: float | None, *, as_json: bool) -> None:
+    """Simulate `recipes`, which share task and topology, one after the other, and show them."""
+    names = [f"{recipe.label}-seed{recipe.run.seed}" for recipe in recipes]
+    experiment.prepare_output(out, names)
+    with experiment.open_pool(recipes[0], processes) as pool, progress_of([recipe.label for recipe in recipes]) as begin:
+        if pool and recipes[0].profile is None:
+            profile = experiment.measure_profile(pool)  # once, so that all methods run on one clock
+            recipes = [replace(recipe, profile=profile) for recipe in recipes]
+        for recipe, name in zip(recipes, names, strict=True):
+            experiment.simulate(recipe, pool, out / name, begin(name))
+    show([report.load(out / name) for name in names], out, target_loss, as_json=as_json)
+
+
+def show(runs: list[report.Run], out: Path, target_loss: float | None, *, as_json: bool) -> None:
+    """The comparison on stdout, as a table or as JSON, and as a page in `out`."""
+    target = report.target_loss(runs) if target_loss is None else target_loss
+    page = report.write(runs, out, target)
+    if as_json:
+        print(json.dumps(report.as_json(runs, target), allow_nan=False))
+        return
+    out_console.print(report.headline(runs), soft_wrap=True, markup=False, highlight=False)
+    for note in report.changes(runs):
+        out_console.print(note, soft_wrap=True, markup=False, highlight=False)
+    out_console.print(report.table(runs, target))
+    out_console.print(f"Report: {page}", soft_wrap=True, markup=False, highlight=False)
+
+
+@contextmanager
+def progress_of(labels: Sequence[str]) -> Iterator[Callable[[str], experiment.Progress]]:
+    """A bar a run on a terminal; elsewhere a plain line on stderr every tenth of a run."""
+    if not log_console.is_terminal:
+        yield _plain_progress
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,}/{task.total:,} steps"),
+        TextColumn("{task.fields[clock_s]:,.0f} s modelled"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=log_console) as bars:
+
+        def begin(name: str) -> experiment.Progress:
+            bar = bars.add_task(name, total=1, clock_s=0.0)
+
+            def progress(steps: int, planned: int, clock_s: float) -> None:
+                bars.update(bar, completed=steps, total=planned, clock_s=clock_s)
+
+            return progress
+
+        yield begin
+
+
+def _plain_progress(name: str) -> experiment.Progress:
+    started, shown = time.perf_counter(), -1
+
+    def progress(steps: int, planned: int, clock_s: float) -> None:
+        nonlocal shown
+        tenth = 10 * steps // planned
+        if tenth > shown:
+            shown = tenth
+            log_console.print(
+                f"{name}: {steps:,}/{planned:,} steps, {clock_s:,.0f} s modelled, {time.perf_counter() - started:.0f} s here",
+                soft_wrap=True, markup=False, highlight=False,
+            )  # fmt: skip
+
+    return progress
+
+
+def _dated(command: str) -> Path:
+    return Path("runs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def main() -> None:
+    """Run the command line and turn errors into one line and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        _complain(error, 2)
+    except TrainingError as error:
+        _complain(error, 1)
+    except KeyboardInterrupt:
+        _complain("interrupted; what was finished until then is in the run directories", 130)
+
+
+def _complain(message: object, code: int) -> None:
+    log_console.print(f"archipel: {message}", soft_wrap=True, markup=False, highlight=False)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

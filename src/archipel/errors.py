@@ -1,0 +1,63 @@
+"""Errors that are the user's to mend, and how they are worded: place, value, what is allowed, the nearest known name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+class UserError(Exception):
+    """A mistake in what the user asked for. The command line prints it as one line and exits with code 2."""
+
+
+class Diverged(UserError):
+    """A loss is not a finite number. The settings are the user's to mend, so this is a `UserError` too."""
+
+
+class TrainingError(Exception):
+    """Training could not go on: a deadlock, a pool process that died, an exception in the user's task. Exit code 1."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing if no known name is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def explain(error: ValidationError, place: str, model: type[BaseModel]) -> UserError:
+    """pydantic's first complaint about a `model` at `place` as one line: where, what was given, what is allowed."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in (place, *first["loc"]) if str(part))
+    given = repr(first["input"])
+    match first["type"]:
+        case "extra_forbidden":
+            name = str(first["loc"][-1])
+            options = list(_at(model, first["loc"][:-1]).model_fields)
+            allowed = f"; allowed: {', '.join(options)}" if options else "; there is nothing to set here"
+            return UserError(f"{where}: unknown key {name!r}{nearest(name, options)}{allowed}")
+        case "missing":
+            return UserError(f"{where}: this key is required")
+        case "value_error":
+            return UserError(f"{where}: {first['ctx']['error']}")
+        case _:
+            return UserError(f"{where} = {given if len(given) < 80 else given[:77] + '...'}: {first['msg'].removeprefix('Input ')}")
+
+
+def _at(model: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model inside `model` that has the field `location`."""
+    for part in location:
+        if isinstance(part, str) and part in model.model_fields:
+            for kind in _models(model.model_fields[part].annotation):
+                model = kind
+    return model
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that an annotation such as `list[Link] | None` speaks of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

@@ -1,0 +1,209 @@
+"""From a recipe to a run directory. The only room that sees all others.
+
+What belongs here: putting the parts together, progress while they run, and the files that a run leaves. What does not: what any
+part does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+import archipel
+from archipel import methods, outer
+from archipel.actor import World
+from archipel.errors import Diverged, UserError
+from archipel.metrics import Recorder
+from archipel.network import Network
+from archipel.pool import NoTraining, Pool, Trainer
+from archipel.recipe import DEFAULT_STEPS, Recipe
+from archipel.replica import Run
+from archipel.simulator import Simulator, Stop
+from archipel.task import NoTask
+from archipel.topology import Profile
+
+Progress = Callable[[int, int, float], None]
+"""Told (inner steps absorbed, inner steps planned, seconds on the engine's clock) while a run goes on."""
+
+
+@contextlib.contextmanager
+def open_pool(recipe: Recipe, processes: int | None) -> Iterator[Pool | None]:
+    """The pool for a recipe, and for all others with its task and workers; None if nothing is trained."""
+    threads = torch.get_num_threads()
+    if isinstance(recipe.task, NoTask):
+        yield None
+        return
+    with Pool(recipe.task, [worker.id for worker in recipe.topology.workers], processes) as pool:
+        torch.set_num_threads(1)  # outer steps must not take the pool's cores
+        try:
+            yield pool
+        finally:
+            torch.set_num_threads(threads)
+
+
+def measure_profile(pool: Pool | None) -> Profile:
+    """The profile `measured`: the weights of this task, and the time of one of its inner steps on this machine.
+
+    Raises:
+        UserError: nothing is trained, so there is nothing to measure.
+    """
+    if pool is None:
+        raise UserError("profile = 'measured': task none trains nothing that could be measured")
+    pool.begin(Run(1, len(pool.rank), 0))
+    return Profile(name="measured", model_bytes=4 * pool.replica.layout.numel, step_time_s=pool.measure_step_time_s())
+
+
+def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
+    """Inner steps that the run is planned for.
+
+    Raises:
+        UserError: the plan is in tokens and nothing is trained.
+    """
+    if recipe.run.tokens is None:
+        return recipe.run.steps or DEFAULT_STEPS
+    if tokens_per_step is None:
+        raise UserError(f"run.tokens = {recipe.run.tokens}: task none has no tokens; give steps")
+    return math.ceil(recipe.run.tokens / tokens_per_step)
+
+
+def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progress = lambda *_: None) -> dict[str, Any]:
+    """Run `recipe` on the virtual clock and leave a run directory, whole or not at all; its summary.
+
+    After Ctrl-C the directory holds what happened until then, and `KeyboardInterrupt` goes on.
+
+    Raises:
+        UserError: the recipe cannot run: an unreachable node, a loss that is not finite.
+        TrainingError: see `Simulator.run`.
+    """
+    started = time.perf_counter()
+    profile = recipe.profile or measure_profile(pool)
+    recipe = replace(recipe, profile=profile)
+    tokens_per_step = pool.task.tokens_per_step if pool else None
+    steps, seed, workers = planned_steps(recipe, tokens_per_step), recipe.run.seed, recipe.topology.workers
+    if pool:
+        pool.begin(Run(steps, len(workers), seed))
+        theta, parameters = pool.replica.layout.read(pool.replica.module), pool.replica.layout.parameters
+    else:
+        theta, parameters = torch.empty(0), 0
+    actors = methods.load(recipe.method).build(recipe.config, World(workers, parameters, seed), theta)
+    recipe.topology.check_reachable((actor.me, peer) for actor in actors for peer in actor.peers())
+    recorder = Recorder(on_progress=lambda absorbed, now: progress(min(absorbed, steps), steps, now))
+    trainer: Trainer = pool or NoTraining()
+    simulator = Simulator(
+        actors,
+        workers,
+        Network(recipe.topology, np.random.default_rng((seed, 0x2E7))),
+        profile,
+        trainer,
+        recorder,
+        Stop(steps, recipe.run.seconds, recipe.run.target_loss),
+        evaluate_every=max(1, steps // recipe.run.evaluations),
+        tokens_per_step=tokens_per_step,
+        parameters=parameters,
+        seed=seed,
+    )
+    try:
+        stopped = simulator.run()
+    except Diverged as error:
+        raise Diverged(f"{recipe.label}: {error}") from None
+    except KeyboardInterrupt:
+        # What is being evaluated may never be finished; what has been stays.
+        recorder.evaluations = [evaluation for evaluation in recorder.evaluations if evaluation.loss is not None]
+        _leave(directory, recipe, simulator, pool, "interrupted", time.perf_counter() - started)
+        raise
+    return _leave(directory, recipe, simulator, pool, stopped, time.perf_counter() - started)
+
+
+def summarize(recipe: Recipe, simulator: Simulator, pool: Pool | None, stopped: str, wall_s: float) -> dict[str, Any]:
+    """What `summary.json` holds: the run in one object, with units in the names."""
+    recorder = simulator.recorder
+    workers = [worker.id for worker in recipe.topology.workers]
+    losses = [evaluation.loss for evaluation in recorder.evaluations if evaluation.loss is not None]
+    last = recorder.evaluations[-1] if losses else None
+    tokens_per_step = pool.task.tokens_per_step if pool else None
+    assert recipe.profile is not None
+    return {
+        "method": recipe.method,
+        "label": recipe.label,
+        "seed": recipe.run.seed,
+        "time_s": simulator.now,
+        "inner_steps": simulator.absorbed,
+        "tokens": tokens_per_step and simulator.absorbed * tokens_per_step,
+        "outer_steps": simulator.outer_steps() or None,
+        "local_updates": simulator.local_updates() or None,
+        "messages": recorder.messages,
+        "sent_bytes": round(recorder.sent_bytes),
+        "slow_link_bytes": round(recorder.slow_link_bytes),
+        "idle_fraction": recorder.idle_fraction(workers, simulator.now),
+        "final_loss": losses[-1] if losses else None,
+        "best_loss": min(losses) if losses else None,
+        "replica_loss": last and last.replica_loss,
+        "replica_std": last and last.replica_std,
+        "stopped": stopped,
+        "workers": len(workers),
+        "real": f"gradients of {pool.task.description}" if pool else "nothing: no gradients (task none)",
+        "modelled": f"the clock: topology {recipe.topology.name}, profile {recipe.profile.name} "
+        f"({recipe.profile.model_bytes:,} bytes a model, {recipe.profile.step_time_s * 1e3:.6g} ms an inner step at full speed)",
+        "settings": recipe.config.model_dump(mode="json"),
+        "changed": {name: list(pair) for name, pair in recipe.changed().items()},
+        "loss_name": pool.task.loss_name if pool else None,
+        "entropy_rate": pool.task.entropy_rate if pool else None,
+        "wall_s": wall_s,
+        "processes": len(pool.processes) if pool else 0,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
+        "versions": {"archipel": archipel.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _leave(directory: Path, recipe: Recipe, simulator: Simulator, pool: Pool | None, stopped: str, wall_s: float) -> dict[str, Any]:
+    """Write the run directory under another name, then give it its own."""
+    summary = summarize(recipe, simulator, pool, stopped, wall_s)
+    recorder, nodes = simulator.recorder, list(simulator.actors)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as name:
+        temporary = Path(name) / directory.name
+        temporary.mkdir()
+        (temporary / "recipe.yaml").write_text(recipe.to_yaml())
+        (temporary / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        recorder.write_metrics(temporary / "metrics.jsonl")
+        recorder.write_trace(temporary / "trace.json", nodes, simulator.now)
+        if pool:
+            layout = pool.replica.layout
+            weights = {name: tensor.clone() for name, tensor in layout.named(outer.mean(simulator.parts())).items()}
+            save_file({**weights, **pool.integers()}, temporary / "weights.safetensors")
+        if directory.exists():
+            shutil.rmtree(directory)
+        temporary.rename(directory)
+    return summary
+
+
+def prepare_output(out: Path, names: list[str]) -> None:
+    """Make the folder `out`, in which the run directories `names` will lie; earlier runs of those names are replaced.
+
+    Raises:
+        UserError: it cannot be made or written to, or a name is taken by something that is not a run directory.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}") from None
+    for name in names:
+        taken = out / name
+        if taken.exists() and not (taken / "summary.json").is_file():
+            raise UserError(f"--out {out}: {taken} is there already and is not a run directory")

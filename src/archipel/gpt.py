@@ -1,0 +1,72 @@
+"""The small default model: a GPT in the shape of GPT-2 with pre-normalisation, tied embeddings and no biases.
+
+What belongs here: the model and its sizes. What does not: its data, its optimizer, or how it is trained.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """Causal self-attention, then an MLP of four times the width; both on a normalised input and added to it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = nn.LayerNorm(width, bias=False)
+        self.attention_in = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.norm_2 = nn.LayerNorm(width, bias=False)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, sequence, width) in and out."""
+        x = x + self.attention_out(causal_attention(self.attention_in(self.norm_1(x)), self.heads))
+        y: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.norm_2(x)), approximate="tanh"))
+        return x + y
+
+
+def causal_attention(qkv: Tensor, heads: int) -> Tensor:
+    """Multi-head causal attention on packed queries, keys and values: (batch, sequence, 3·width) to (batch, sequence, width)."""
+    batch, sequence, _ = qkv.shape
+    q, k, v = qkv.view(batch, sequence, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, sequence, -1)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over `vocabulary` tokens, for sequences of up to `context` of them."""
+
+    def __init__(self, *, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} is not divisible by heads {heads}")
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                # GPT-2's rule: what is added to the residual stream shrinks with the number of additions.
+                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token, shape (batch, sequence, vocabulary), from tokens of shape (batch, sequence)."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of each token given those before it; `batch` has shape (batch, sequence + 1)."""
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())

@@ -1,0 +1,134 @@
+"""NoLoCo (Kolehmainen et al., arXiv 2506.10911): every worker now and then averages with one random peer.
+
+There is no collective, no server and no coordinator. Outer step t of a worker: m inner steps from its slow weights φ
+give its fast weights θ and Δ = θ − φ; a permutation drawn from the shared seed and t splits all workers into groups
+of n; the members send each other φ and Δ, and each one takes the step of `outer.gossip` and goes on from its new φ.
+
+Two workers may be many outer steps apart: a message says which step it belongs to, and one that comes early is kept. Where n does
+not divide the number of workers, the last group is smaller; a worker left over alone steps alone.
+
+Defaults are published (α = 0.5, β = 0.7, n = 2, m = 50). The paper does not print γ; 0.7 is what its code uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from pydantic import Field
+
+from archipel.actor import Actor, Context, Group, Message, MethodConfig, NodeId, Start, Trained, Vector, World
+from archipel.outer import gossip
+from archipel.vector import outer_gradient
+
+
+class Config(MethodConfig):
+    """NoLoCo's settings."""
+
+    inner_steps: int = Field(50, ge=1, description="m: inner steps of a worker between two exchanges")
+    dynamic_steps: bool = Field(False, description="slower workers take fewer inner steps; a group waits for its slowest member")
+    group_size: int = Field(2, ge=2, description="n: workers that average together")
+    alpha: float = Field(0.5, ge=0, lt=1, description="α: outer momentum")
+    beta: float = Field(0.7, gt=0, description="β: outer learning rate")
+    gamma: float = Field(0.7, ge=0, description="γ: pull towards the group's mean of slow weights")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Exchange(Message):
+    """Between the members of a group: the sender's slow weights, and the outer gradient φ − θ of its inner steps."""
+
+    phi: Vector
+    gradient: Vector
+    outer_step: int
+
+
+@dataclass(kw_only=True)
+class Worker(Actor):
+    config: Config
+    phi: Vector
+    velocity: Vector
+    workers: Group
+    seed: int
+    steps: int
+    inbox: dict[int, dict[NodeId, Exchange]] = field(default_factory=dict)
+
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        match message:
+            case Start():
+                self.train(ctx)
+            case Trained(theta=theta):
+                exchange = Exchange(self.phi.clone(), outer_gradient(self.phi, theta, len(self.velocity)), self.outer_steps)
+                self.keep(exchange, self.me)
+                for peer in self.group():
+                    if peer != self.me:
+                        ctx.send(peer, exchange)
+                self.step_when_complete(ctx)
+            case Exchange():
+                self.keep(message, sender)
+                self.step_when_complete(ctx)
+
+    def train(self, ctx: Context) -> None:
+        # There is no server that could tell the common progress: my own count stands for everybody's.
+        ctx.train(self.phi, self.steps, progress=self.absorbed * len(self.workers))
+
+    def keep(self, exchange: Exchange, sender: NodeId) -> None:
+        self.inbox.setdefault(exchange.outer_step, {})[sender] = exchange
+
+    def step_when_complete(self, ctx: Context) -> None:
+        group, received = self.group(), self.inbox.get(self.outer_steps, {})
+        if len(received) < len(group):
+            return
+        exchanges = [received[member] for member in group]
+        config = self.config
+        gossip(
+            self.phi,
+            self.velocity,
+            [exchange.gradient for exchange in exchanges],
+            [exchange.phi for exchange in exchanges],
+            alpha=config.alpha,
+            beta=config.beta,
+            gamma=config.gamma,
+        )
+        del self.inbox[self.outer_steps]
+        self.outer_steps += 1
+        self.absorbed += self.steps
+        self.train(ctx)
+
+    def group(self) -> Group:
+        """My group in this outer step, in rank order: the same on every member, from the shared seed alone."""
+        return groups(self.workers, self.config.group_size, self.seed, self.outer_steps)[self.me]
+
+    def model(self) -> Vector:
+        return self.phi
+
+    def peers(self) -> Iterable[NodeId]:
+        return self.workers
+
+    def waits_for(self) -> str:
+        missing = [str(peer) for peer in self.group() if peer not in self.inbox.get(self.outer_steps, {})]
+        return f"the exchange of outer step {self.outer_steps} from {', '.join(missing)}"
+
+
+def groups(workers: Group, size: int, seed: int, outer_step: int) -> dict[NodeId, Group]:
+    """The group of each worker in one outer step: a random partition into groups of `size`, the last one maybe smaller."""
+    order = np.random.default_rng((seed, outer_step)).permutation(len(workers))
+    cut = [tuple(workers[i] for i in sorted(order[k : k + size])) for k in range(0, len(workers), size)]
+    return {member: group for group in cut for member in group}
+
+
+def build(config: Config, world: World, theta: Vector) -> list[Worker]:
+    """One actor a worker."""
+    steps = world.inner_steps(config.inner_steps, dynamic=config.dynamic_steps)
+    return [
+        Worker(
+            me=me,
+            config=config,
+            phi=theta.clone(),
+            velocity=theta.new_zeros(world.parameters),
+            workers=tuple(steps),
+            seed=world.seed,
+            steps=steps[me],
+        )
+        for me in steps
+    ]

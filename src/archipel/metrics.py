@@ -1,0 +1,165 @@
+"""What happened in a run: the one door through which figures leave an engine.
+
+What belongs here: the recorder that engines write to, and the files that it leaves (`metrics.jsonl`, `trace.json`). What does not:
+anything that decides what happens, and tables or plots (`report.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from archipel.actor import Group, NodeId
+
+MAX_SPANS = 60_000
+"""A trace keeps this many spans and says when it is cut; counts and sums go on."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a node did for a while: `compute`, `send` or `all_reduce`."""
+
+    node: NodeId
+    what: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Evaluation:
+    """The model that a user would take home, at one moment of the run.
+
+    Attributes:
+        time_s: on the engine's clock.
+        inner_steps: that the model has absorbed, of all workers together.
+        tokens: the same in tokens; None where nothing is trained.
+        outer_steps: see `actor.Actor`.
+        sent_bytes, slow_link_bytes: so far, on all links and on those between regions.
+        loss: its validation loss.
+        replica_loss: where it is a mean of replicas, the mean of their own validation losses.
+        replica_std: and their standard deviation sqrt(mean over weights and replicas of (φ_i − mean φ)²).
+    """
+
+    time_s: float
+    inner_steps: int
+    tokens: int | None
+    outer_steps: int
+    sent_bytes: int
+    slow_link_bytes: int
+    loss: float | None = None
+    replica_loss: float | None = None
+    replica_std: float | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """Inner steps that a worker finished: when, how many, their mean loss, and the common progress that it was told."""
+
+    time_s: float
+    node: NodeId
+    steps: int
+    loss: float
+    progress: int
+
+
+@dataclass
+class Recorder:
+    """Counts, sums and records of one run.
+
+    Attributes:
+        on_progress: called with (inner steps absorbed, seconds on the engine's clock) when the model to take home has changed.
+    """
+
+    on_progress: Callable[[int, float], None] = lambda steps, now: None
+    messages: int = 0
+    sent_bytes: float = 0.0
+    slow_link_bytes: float = 0.0
+    compute_s: dict[NodeId, float] = field(default_factory=dict)
+    busy_until_s: dict[NodeId, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    spans_cut: bool = False
+    evaluations: list[Evaluation] = field(default_factory=list)
+    trainings: list[Training] = field(default_factory=list)
+
+    def computes(self, node: NodeId, start_s: float, end_s: float) -> None:
+        """`node` trains from `start_s` to `end_s`."""
+        self.compute_s[node] = self.compute_s.get(node, 0.0) + end_s - start_s
+        self.busy_until_s[node] = end_s
+        self._span(node, "compute", start_s, end_s)
+
+    def sends(self, node: NodeId, start_s: float, end_s: float, size_bytes: float, *, slow: bool) -> None:
+        """A message of `node` is under way from `start_s` to `end_s`; `slow`: it leaves its region."""
+        self.counts(1, size_bytes, size_bytes if slow else 0.0)
+        self._span(node, "send", start_s, end_s)
+
+    def reduces(self, group: Group, start_s: float, end_s: float) -> None:
+        """A collective of `group` is under way."""
+        for node in group:
+            self._span(node, "all_reduce", start_s, end_s)
+
+    def counts(self, messages: int, sent_bytes: float, slow_link_bytes: float) -> None:
+        self.messages += messages
+        self.sent_bytes += sent_bytes
+        self.slow_link_bytes += slow_link_bytes
+
+    def idle_fraction(self, workers: Sequence[NodeId], end_s: float) -> float | None:
+        """The part of the workers' time until `end_s` in which they did not compute; None if no time has passed."""
+        if not end_s:
+            return None
+        unfinished_s = sum(max(until - end_s, 0.0) for until in self.busy_until_s.values())
+        return 1 - (sum(self.compute_s.values()) - unfinished_s) / (len(workers) * end_s)
+
+    def _span(self, node: NodeId, what: str, start_s: float, end_s: float) -> None:
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(Span(node, what, start_s, end_s))
+        else:
+            self.spans_cut = True
+
+    # Files
+
+    def write_metrics(self, path: Path) -> None:
+        """One JSON object a line, in the order of time: evaluations of the model, and the training losses of the workers."""
+        lines: list[tuple[float, dict[str, Any]]] = [(e.time_s, {"kind": "eval", **asdict(e)}) for e in self.evaluations]
+        lines += [
+            (
+                t.time_s,
+                {
+                    "kind": "train",
+                    "time_s": t.time_s,
+                    "node": str(t.node),
+                    "steps": t.steps,
+                    "loss": t.loss,
+                    "progress": t.progress,
+                },
+            )
+            for t in self.trainings
+        ]
+        lines.sort(key=lambda line: line[0])
+        path.write_text("".join(json.dumps(record) + "\n" for _, record in lines))
+
+    def write_trace(self, path: Path, nodes: Sequence[NodeId], end_s: float) -> None:
+        """Chrome's trace format, as read by ui.perfetto.dev: a process a region, a thread a node; times in microseconds."""
+        regions = list(dict.fromkeys(node.region for node in nodes))
+        row = {node: {"pid": regions.index(node.region), "tid": i} for i, node in enumerate(nodes)}
+        events: list[dict[str, Any]] = [
+            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": region}}
+            for pid, region in enumerate(regions)
+        ]
+        events += [{"name": "thread_name", "ph": "M", **row[node], "args": {"name": str(node)}} for node in nodes]
+        events += [
+            {
+                "name": span.what,
+                "ph": "X",
+                **row[span.node],
+                "ts": span.start_s * 1e6,
+                "dur": (min(span.end_s, end_s) - span.start_s) * 1e6,
+            }
+            for span in self.spans
+            if span.start_s < end_s
+        ]
+        path.write_text(
+            json.dumps({"traceEvents": events, "otherData": {"cut_after_spans": MAX_SPANS if self.spans_cut else None}})
+        )

@@ -1,0 +1,54 @@
+"""What workers and a parameter server say to each other, and the worker's side of it.
+
+What belongs here: the part that all methods with servers share. What does not: a server, for that is what tells those
+methods apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from archipel.actor import Actor, Context, Message, NodeId, Trained, Vector
+from archipel.vector import outer_gradient
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Model(Message):
+    """From a server: its newest weights, and the inner steps that all workers together have taken, as far as it knows."""
+
+    theta: Vector
+    progress: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Delta(Message):
+    """To a server: the outer gradient of `steps` inner steps."""
+
+    gradient: Vector
+    steps: int
+
+
+@dataclass(kw_only=True)
+class Worker(Actor):
+    """Gets a model, takes its inner steps, sends the displacement, and gets the newest model in return."""
+
+    server: NodeId
+    steps: int
+    parameters: int
+    start: Vector | None = None
+
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        match message:
+            case Model(theta=theta, progress=progress):
+                self.start = theta
+                ctx.train(theta, self.steps, progress)
+            case Trained(theta=theta, steps=steps):
+                assert self.start is not None
+                ctx.send(self.server, Delta(outer_gradient(self.start, theta, self.parameters), steps))
+
+    def peers(self) -> Iterable[NodeId]:
+        return (self.server,)
+
+    def waits_for(self) -> str:
+        return f"a model from {self.server}"

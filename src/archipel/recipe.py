@@ -1,0 +1,197 @@
+"""One experiment as typed, strict configuration.
+
+What belongs here: what a recipe may say, its defaults, and the errors of those who write one. What does not: running it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from archipel import methods
+from archipel.actor import MethodConfig
+from archipel.errors import UserError, explain, nearest
+from archipel.task import TaskConfig, task_config
+from archipel.topology import MEASURED, PROFILES, Profile, Topology, load_topology, parse_topology
+from archipel.yamlfile import parse, read_mapping
+
+KEYS = ("method", "topology", "profile", "task", "run", "label")
+DEFAULT_TOPOLOGY = "halos-4x4"
+DEFAULT_PROFILE = "pythia-70m-h100"
+DEFAULT_STEPS = 10_000
+
+
+class RunConfig(BaseModel):
+    """When a run ends, and its seed. The first stop rule that holds ends it.
+
+    `steps` and `tokens` count what the model to take home has absorbed, of all workers together; the learning rate is
+    planned for them.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    steps: int | None = Field(None, ge=1, description=f"inner steps; default: {DEFAULT_STEPS}")
+    tokens: int | None = Field(None, ge=1, description="instead of steps")
+    seconds: float | None = Field(None, gt=0, description="on the engine's clock")
+    target_loss: float | None = Field(None, description="validation loss")
+    seed: int = Field(0, ge=0)
+    evaluations: int = Field(25, ge=1, description="how often the model is evaluated, at equal marks of inner steps")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A method, where it runs, what it trains, and for how long. `profile` None: measured when the run starts."""
+
+    label: str
+    method: str
+    config: MethodConfig
+    topology: Topology
+    profile: Profile | None
+    task: TaskConfig
+    run: RunConfig
+
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """Settings of the method that are not the published ones: name to (used, published)."""
+        published = type(self.config)()
+        return {name: (value, getattr(published, name)) for name, value in self.config if value != getattr(published, name)}
+
+    def to_yaml(self) -> str:
+        """The recipe with all defaults filled in; `parse_recipe` reads it back."""
+        data = {
+            "label": self.label,
+            "method": {"name": self.method, **self.config.model_dump(mode="json")},
+            "topology": self.topology.model_dump(mode="json"),
+            "profile": self.profile.model_dump(mode="json") if self.profile else MEASURED,
+            "task": self.task.model_dump(mode="json"),
+            "run": self.run.model_dump(mode="json"),
+        }
+        return yaml.safe_dump(data, sort_keys=False)
+
+
+def parse_recipe(data: dict[str, Any]) -> Recipe:
+    """A recipe from its fields; only `method` is required.
+
+    Raises:
+        UserError: something is unknown, of the wrong type, or impossible.
+    """
+    for key in data:
+        if key not in KEYS:
+            raise UserError(f"recipe: unknown key {key!r}{nearest(key, KEYS)}; allowed: {', '.join(KEYS)}")
+    if "method" not in data:
+        raise UserError(f"recipe: `method` is required, for example `method: halos`; methods: {', '.join(methods.names())}")
+    method, config = _method(section(data["method"], "method"))
+    task_fields = section(data.get("task", "stdlib"), "task")
+    run_fields = data.get("run", {})
+    if not isinstance(run_fields, dict):
+        raise UserError(f"run = {run_fields!r}: expected keys such as `steps: 10000`")
+    return Recipe(
+        label=str(data.get("label", method)),
+        method=method,
+        config=config,
+        topology=_topology(data.get("topology", DEFAULT_TOPOLOGY)),
+        profile=_profile(data.get("profile", DEFAULT_PROFILE)),
+        task=_task(task_fields),
+        run=_run(run_fields),
+    )
+
+
+def read_recipe(path: Path, overrides: list[str]) -> Recipe:
+    """The recipe in a YAML file, with `section.key=value` laid over it.
+
+    Raises:
+        UserError: the file or what it says is wrong.
+    """
+    data = read_mapping(path, "recipe")
+    for override in overrides:
+        place, key, value = parse_override(override)
+        if place not in KEYS:
+            raise UserError(f"--set {override}: unknown section {place!r}{nearest(place, KEYS)}; allowed: {', '.join(KEYS)}")
+        data[place] = {**section(data.get(place, {}), place), key: value}
+    return parse_recipe(data)
+
+
+def parse_override(text: str) -> tuple[str, str, Any]:
+    """`section.key=value` in three parts.
+
+    Raises:
+        UserError: it does not have that form.
+    """
+    place, equals, value = text.partition("=")
+    name, dot, key = place.strip().partition(".")
+    if not (equals and dot and key):
+        raise UserError(f"--set {text}: expected section.key=value, for example halos.inner_steps=16 or task.width=64")
+    try:
+        return name, key, parse(value)
+    except yaml.YAMLError:
+        raise UserError(f"--set {text}: {value!r} is not a value that YAML can read") from None
+
+
+def section(value: Any, name: str) -> dict[str, Any]:
+    """A section that may be given as its name alone."""
+    match value:
+        case str():
+            return {"name": value}
+        case dict():
+            return dict(value)
+        case _:
+            raise UserError(f"{name} = {value!r}: expected a name, or keys with `name` among them")
+
+
+def _method(fields: dict[str, Any]) -> tuple[str, MethodConfig]:
+    name, known = fields.pop("name", None), methods.names()
+    if name not in known:
+        raise UserError(f"method = {name!r}: allowed are {', '.join(known)}{nearest(str(name), known)}")
+    config = methods.load(name).Config
+    try:
+        return name, config.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, name, config) from None
+
+
+def _topology(value: Any) -> Topology:
+    match value:
+        case str():
+            return load_topology(value)
+        case dict() if "name" in value and "regions" not in value:  # a preset or file, and what differs from it
+            return parse_topology({**load_topology(str(value["name"])).model_dump(), **value})
+        case dict():
+            return parse_topology(value)
+        case _:
+            raise UserError(f"topology = {value!r}: expected a preset's name, a YAML file, or the topology's keys")
+
+
+def _profile(value: Any) -> Profile | None:
+    fields = section(value, "profile")
+    name = fields.get("name", "custom")
+    if name == MEASURED and len(fields) == 1:
+        return None
+    if name in PROFILES:
+        fields = {**PROFILES[name].model_dump(), **fields}
+    elif not isinstance(value, dict) or len(fields) == 1:
+        known = [*PROFILES, MEASURED]
+        raise UserError(f"profile = {name!r}: allowed are {', '.join(known)}{nearest(str(name), known)}")
+    try:
+        return Profile.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, "profile", Profile) from None
+
+
+def _task(fields: dict[str, Any]) -> TaskConfig:
+    config = task_config(str(fields.get("name", "stdlib")))
+    try:
+        return config.model_validate({"name": "stdlib", **fields})
+    except ValidationError as error:
+        raise explain(error, "task", config) from None
+
+
+def _run(fields: dict[str, Any]) -> RunConfig:
+    try:
+        run = RunConfig.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, "run", RunConfig) from None
+    if run.steps is not None and run.tokens is not None:
+        raise UserError(f"run: steps = {run.steps} and tokens = {run.tokens} are both given; give one of them")
+    return run

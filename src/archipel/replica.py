@@ -1,0 +1,276 @@
+"""One copy of a model that takes inner steps from a vector.
+
+What belongs here: gradients, the inner optimizer, evaluation, on one device. What does not: which worker steps when,
+processes, shared memory.
+
+A replica serves many workers in turn. What makes one worker different from another is its state: a flag that says
+whether its optimizer has begun, its integer buffers, and what its optimizer keeps. These are plain tensors, described
+by `Replica.state_specs`, that live where the caller wants them: the pool keeps them in shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from archipel.data import Shard
+from archipel.task import Task
+from archipel.vector import Layout, float_buffers, integer_buffers, parameters
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and type of one tensor of a worker's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the learning rate and the random numbers of a run depend on.
+
+    Attributes:
+        total_steps: planned inner steps of all workers together.
+        workers: how many workers there are.
+        seed: of the run.
+    """
+
+    total_steps: int
+    workers: int
+    seed: int
+
+
+class NonFiniteLoss(ArithmeticError):
+    """A loss is not a finite number; says which, and at which inner step of the worker."""
+
+
+class Replica:
+    """One model, one inner optimizer and one gradient buffer, on `device`.
+
+    Attributes:
+        layout: of the model.
+        state_specs: the tensors of a worker's state.
+    """
+
+    def __init__(self, task: Task, run: Run, device: torch.device) -> None:
+        self.task, self.run, self.device = task, run, device
+        self.module = task.seeded_model(run.seed).to(device)
+        self.layout = Layout.of(self.module)
+        # The fp32 weights that the optimizer moves, and their gradients, each in one piece. A parameter that is fp32
+        # and contiguous *is* its part of them; any other (bf16, strided) has a master copy there.
+        self.theta = self.layout.read(self.module).to(device)
+        self.gradient = torch.zeros(self.layout.parameters, device=device)
+        self.copied: list[tuple[nn.Parameter, nn.Parameter]] = []
+        masters: dict[int, nn.Parameter] = {}
+        for slot, parameter in zip(self.layout.slots, parameters(self.module).values(), strict=False):
+            master = parameter
+            if parameter.dtype == torch.float32 and parameter.is_contiguous():
+                parameter.data = slot.view(self.theta)
+            else:
+                master = nn.Parameter(slot.view(self.theta))
+                self.copied.append((parameter, master))
+            master.grad = slot.view(self.gradient)
+            masters[id(parameter)] = master
+        buffers = float_buffers(self.module).values()
+        self.buffers = [
+            (slot.view(self.theta), buffer) for slot, buffer in zip(self.layout.slots[len(masters) :], buffers, strict=True)
+        ]
+        self.integers = list(integer_buffers(self.module).values())
+        self.optimizer = task.optimizer(self.module)
+        for group in self.optimizer.param_groups:
+            group["params"] = [masters.get(id(parameter), parameter) for parameter in group["params"]]
+            group.setdefault("initial_lr", group["lr"])
+        self.optimizer_keys, optimizer_specs = self._dry_step()
+        begun = TensorSpec((), torch.bool)
+        integer_specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in self.integers]
+        self.state_specs = [begun, *integer_specs, *optimizer_specs]
+
+    # What workers ask for. Vectors have shape (numel,) and are overwritten with the result; so is the worker's state.
+
+    def reset(self, state: Sequence[Tensor]) -> None:
+        """Make `state` that of a worker which has not begun."""
+        state[0].fill_(False)
+        for kept, buffer in zip(state[1:], self.integers, strict=False):
+            kept.copy_(buffer)
+
+    def train(self, state: Sequence[Tensor], theta: Tensor, shard: Shard, steps: int, progress: int, cursor: int) -> list[float]:
+        """Take `steps` inner steps from `theta`, on the batches from number `cursor` on; the losses before each step.
+
+        Raises:
+            NonFiniteLoss: a loss is not finite.
+        """
+        self._load(theta)
+        with self._integers(state), self._optimizer(state):
+            losses = []
+            for k in range(steps):
+                losses.append(self._backward(shard, cursor + k))
+                self._step(progress + k * self.run.workers)
+        theta.copy_(self.theta)
+        return _finite(losses, cursor)
+
+    def differentiate(self, state: Sequence[Tensor], theta: Tensor, shard: Shard, cursor: int) -> list[float]:
+        """The unclipped gradient at `theta` on batch `cursor`, with the new buffers behind it; the loss, alone in a list.
+
+        Raises:
+            NonFiniteLoss: the loss is not finite.
+        """
+        self._load(theta)
+        with self._integers(state):
+            loss = self._backward(shard, cursor)
+        theta.copy_(self.theta)
+        theta[: self.layout.parameters].copy_(self.gradient)
+        return _finite([loss], cursor)
+
+    def apply(self, state: Sequence[Tensor], theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
+        """One step of the inner optimizer from `theta` with a known `gradient` (new buffers behind it); no losses."""
+        self._load(theta)
+        with self._optimizer(state):
+            self.gradient.copy_(gradient[: self.layout.parameters])
+            self._step(progress)
+        theta.copy_(self.theta)
+        theta[self.layout.parameters :] = gradient[self.layout.parameters :]
+        return []
+
+    def evaluate(self, theta: Tensor) -> list[float]:
+        """Mean loss of `theta` over the task's validation batches, alone in a list."""
+        self._load(theta)
+        shard = Shard(0, 1, 0, 1, self.run.seed, "valid")
+        self.module.eval()
+        with torch.no_grad():
+            total = sum(float(self._loss(shard, index)) for index in range(self.task.valid_batches))
+        self.module.train()
+        return [total / self.task.valid_batches]
+
+    # How
+
+    def _loss(self, shard: Shard, index: int) -> Tensor:
+        batch = _to_device(self.task.batches(shard, index), self.device)
+        with torch.autocast(self.device.type, self.task.autocast, enabled=self.task.autocast is not None):
+            return self.task.loss(self.module, batch)
+
+    def _backward(self, shard: Shard, index: int) -> Tensor:
+        # Dropout and the like must not depend on which process takes this step, or what it did before.
+        self._seed(((self.run.seed * 1_000_003 + shard.index) * 1_000_003 + index) % 2**63)
+        self.gradient.zero_()
+        for parameter, _ in self.copied:
+            parameter.grad = None
+        loss = self._loss(shard, index)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for parameter, master in self.copied:
+            if parameter.grad is not None and master.grad is not None:
+                master.grad.copy_(parameter.grad)
+        for view, buffer in self.buffers:
+            view.copy_(buffer)
+        return loss.detach()
+
+    def _seed(self, seed: int) -> None:
+        # torch.manual_seed also seeds devices that are not there, by queueing a stack trace for each: 0.4 ms and a leak.
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+
+    def _step(self, progress: int) -> None:
+        if self.task.gradient_clip is not None:
+            norm = torch.linalg.vector_norm(self.gradient)
+            self.gradient.mul_(torch.clamp(self.task.gradient_clip / (norm + 1e-6), max=1.0))
+        if self.task.schedule is not None:
+            workers = self.run.workers
+            factor = self.task.schedule.factor(progress / workers, self.run.total_steps / workers)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+        self.optimizer.step()
+        self._copy_masters()
+
+    def _load(self, theta: Tensor) -> None:
+        self.theta.copy_(theta)
+        self._copy_masters()
+        for view, buffer in self.buffers:
+            buffer.copy_(view)
+
+    def _copy_masters(self) -> None:
+        with torch.no_grad():
+            for parameter, master in self.copied:
+                parameter.copy_(master)
+
+    # The state of a worker
+
+    @contextmanager
+    def _integers(self, state: Sequence[Tensor]) -> Iterator[None]:
+        for kept, buffer in zip(state[1:], self.integers, strict=False):
+            buffer.copy_(kept)
+        yield
+        for kept, buffer in zip(state[1:], self.integers, strict=False):
+            kept.copy_(buffer)
+
+    @contextmanager
+    def _optimizer(self, state: Sequence[Tensor]) -> Iterator[None]:
+        begun, tensors = state[0], state[1 + len(self.integers) :]
+        self.optimizer.state.clear()
+        if begun:
+            for (parameter, key, number), tensor in zip(self.optimizer_keys, tensors, strict=True):
+                here = tensor if self.device.type == "cpu" else tensor.to(self.device)
+                self.optimizer.state[parameter][key] = number(here.item()) if number else here
+        yield
+        for (parameter, key, number), tensor in zip(self.optimizer_keys, tensors, strict=True):
+            value = self.optimizer.state[parameter][key]
+            if number:
+                tensor.fill_(value)
+            elif value is not tensor:  # on the CPU, optimizers have mostly changed it in place
+                tensor.copy_(value)
+        begun.fill_(True)
+
+    def _dry_step(self) -> tuple[list[StateKey], list[TensorSpec]]:
+        """What the optimizer keeps for each parameter, found out by taking a step and undoing it."""
+        before = self.theta.clone()
+        self.optimizer.step()
+        keys: list[StateKey] = []
+        specs: list[TensorSpec] = []
+        for parameter, entries in self.optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    keys.append((parameter, key, None))
+                    specs.append(TensorSpec(tuple(value.shape), value.dtype))
+                elif type(value) in (int, float):
+                    keys.append((parameter, key, type(value)))
+                    specs.append(TensorSpec((), torch.float64))
+        self.optimizer.state.clear()
+        self.theta.copy_(before)
+        return keys, specs
+
+
+StateKey = tuple[Tensor, str, type[int] | type[float] | None]
+"""A parameter, the name of something that the optimizer keeps for it, and, if that is no tensor, the type of number it is."""
+
+
+def _finite(losses: list[Tensor], cursor: int) -> list[float]:
+    values = [float(loss) for loss in losses]
+    for k, value in enumerate(values):
+        if not math.isfinite(value):
+            raise NonFiniteLoss(f"the training loss is {value} at its inner step {cursor + k}")
+    return values
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    """Tensors in (nested) tuples, lists and dicts moved to `device`."""
+    if device.type == "cpu":
+        return batch
+    match batch:
+        case Tensor():
+            return batch.to(device, non_blocking=True)
+        case dict():
+            return {key: _to_device(value, device) for key, value in batch.items()}
+        case tuple() | list():
+            return type(batch)(_to_device(value, device) for value in batch)
+        case _:
+            return batch

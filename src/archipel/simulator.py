@@ -1,0 +1,397 @@
+"""The virtual clock: actors run on modelled time, with real gradients or none.
+
+What belongs here: the heap of events and what puts events on it. What does not: how long a message takes
+(`network.py`), how a gradient is computed (`pool.py`), what a method does.
+
+Events are ordered by (time, sequence number) and by nothing else, so that one seed gives one run. An inner step takes
+the profile's step time divided by its worker's relative speed. Its gradients are computed in the background from the
+moment it starts on the virtual clock, and are waited for only when they are the next event: all workers that train at
+the same virtual time really train at the same time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from archipel import outer
+from archipel.actor import Actor, Gradient, Group, Message, NodeId, Reduced, Start, Trained, Vector, Worker
+from archipel.errors import Diverged, TrainingError
+from archipel.metrics import Evaluation, Recorder, Training
+from archipel.network import FairLink, Network
+from archipel.pool import Promise, Trainer
+from archipel.topology import Profile
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a run ends: at the first of these. Inner steps are those that the model to take home has absorbed."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    target_loss: float | None = None
+
+
+# What lies on the heap
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Deliver:
+    """A message arrives."""
+
+    to: NodeId
+    message: Message
+    sender: NodeId
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Finish:
+    """A worker's inner steps end; the answer is waited for now, if it is still being computed."""
+
+    worker: NodeId
+    answer: Promise
+    progress: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Drain:
+    """A transfer on a shared link ends, unless another transfer has started or ended there since."""
+
+    direction: tuple[str, str]
+    version: int
+
+
+Event = Deliver | Finish | Drain
+
+
+@dataclass
+class Transfer:
+    """A message on its way over a shared link, from the sender's `start_s`; `latency_s` comes after its last byte has left."""
+
+    deliver: Deliver
+    start_s: float
+    latency_s: float
+    size_bytes: float
+
+
+@dataclass
+class SharedLink:
+    """A direction of a link between regions, and the transfers on it; `version` tells which `Drain` is still true."""
+
+    link: FairLink
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    version: int = 0
+
+
+class Simulator:
+    """Runs `actors` until a stop rule holds.
+
+    Args:
+        actors: the method's; started in this order at time 0.
+        workers: who trains, and how fast.
+        network, profile: what messages and steps cost.
+        trainer: computes gradients.
+        recorder: is told what happens.
+        stop: when to end.
+        evaluate_every: inner steps between two evaluations of the model to take home.
+        tokens_per_step: of one inner step; None where nothing is trained.
+        parameters: how many leading entries of a vector are parameters.
+        seed: of the nodes' random numbers.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Actor],
+        workers: Sequence[Worker],
+        network: Network,
+        profile: Profile,
+        trainer: Trainer,
+        recorder: Recorder,
+        stop: Stop,
+        *,
+        evaluate_every: int,
+        tokens_per_step: int | None,
+        parameters: int,
+        seed: int,
+    ) -> None:
+        self.actors = {actor.me: actor for actor in actors}
+        fastest = max(worker.speed for worker in workers)
+        self.step_time_s = {worker.id: profile.step_time_s / (worker.speed / fastest) for worker in workers}
+        self.network, self.profile, self.trainer, self.recorder, self.stop = network, profile, trainer, recorder, stop
+        self.evaluate_every, self.tokens_per_step, self.parameters = evaluate_every, tokens_per_step, parameters
+        self.contexts = {actor.me: NodeContext(actor.me, self, seed, i) for i, actor in enumerate(actors)}
+        self.now = 0.0
+        self.absorbed = 0
+        self.next_mark = 0
+        self.heap: list[tuple[float, int, Event]] = []
+        self.sequence = 0
+        self.training: set[NodeId] = set()
+        self.gathering: dict[Group, dict[NodeId, Vector]] = {}
+        self.last_arrival_s: dict[tuple[NodeId, NodeId], float] = {}
+        self.shared: dict[tuple[str, str], SharedLink] = {}
+        self.evaluations: list[tuple[Evaluation, Promise, list[Promise]]] = []
+
+    def run(self) -> str:
+        """Run to the end; the name of the stop rule that ended it: `steps`, `seconds` or `target_loss`.
+
+        Raises:
+            Diverged: a loss is not finite.
+            TrainingError: nothing can happen any more (a deadlock), or training failed.
+        """
+        for node in self.actors:
+            self._push(0.0, Deliver(node, Start(), node))
+        reason = self._evaluate_at_marks()
+        while reason is None:
+            if not self.heap:
+                raise TrainingError(self._deadlock())
+            time_s, _, event = heapq.heappop(self.heap)
+            if self.stop.seconds is not None and time_s > self.stop.seconds:
+                self.now, reason = self.stop.seconds, "seconds"
+                break
+            self.now = time_s
+            match event:
+                case Deliver(to=to, message=message, sender=sender):
+                    reason = self._handle(to, message, sender)
+                case Finish(worker=worker):
+                    reason = self._handle(worker, self._answer(event), worker)
+                case Drain():
+                    self._drain(event)
+        if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps < self.absorbed:
+            self._evaluate()
+        self._collect_evaluations()
+        return reason
+
+    def parts(self) -> list[Vector]:
+        """The parts whose mean is the model that a user takes home."""
+        return [part for actor in self.actors.values() if (part := actor.model()) is not None]
+
+    def outer_steps(self) -> int:
+        """Those of the first actor that holds a part of the model to take home."""
+        return next(actor.outer_steps for actor in self.actors.values() if actor.model() is not None)
+
+    def local_updates(self) -> int:
+        """Those of all actors."""
+        return sum(actor.local_updates for actor in self.actors.values())
+
+    # Events
+
+    def _push(self, time_s: float, event: Event) -> None:
+        heapq.heappush(self.heap, (time_s, self.sequence, event))
+        self.sequence += 1
+
+    def _handle(self, to: NodeId, message: Message, sender: NodeId) -> str | None:
+        actor = self.actors[to]
+        before = actor.absorbed
+        actor.upon(message, sender, self.contexts[to])
+        if actor.absorbed == before:
+            return None
+        self.absorbed += actor.absorbed - before
+        self.recorder.on_progress(self.absorbed, self.now)
+        return self._evaluate_at_marks()
+
+    def _answer(self, event: Finish) -> Message:
+        self.training.discard(event.worker)
+        try:
+            answer: Message = event.answer.result()
+        except Diverged as error:
+            raise Diverged(f"{error}, after {self.now:.1f} s on the virtual clock; try a lower learning rate") from None
+        match answer:
+            case Trained(losses=losses, steps=steps) if losses:
+                self._trained(event, steps, sum(losses) / len(losses))
+            case Gradient(loss=loss) if self.tokens_per_step is not None:
+                self._trained(event, 1, loss)
+        return answer
+
+    def _trained(self, event: Finish, steps: int, loss: float) -> None:
+        self.recorder.trainings.append(Training(self.now, event.worker, steps, loss, event.progress))
+
+    # What contexts ask for
+
+    def start_training(self, worker: NodeId, seconds: float, answer: Promise, progress: int) -> None:
+        """A worker computes for `seconds`; it must not be computing already."""
+        if worker in self.training:
+            raise TrainingError(f"{worker} asked to train while it is training: a method's worker has one job at a time")
+        self.training.add(worker)
+        if seconds:
+            self.recorder.computes(worker, self.now, self.now + seconds)
+        self._push(self.now + seconds, Finish(worker, answer, progress))
+
+    def send(self, sender: NodeId, to: NodeId, message: Message) -> None:
+        if to not in self.actors:
+            raise TrainingError(f"{sender} sent {type(message).__name__} to {to}, and there is no such node")
+        size_bytes = self.profile.model_bytes * sum(isinstance(getattr(message, part.name), Tensor) for part in fields(message))
+        deliver = Deliver(to, message, sender)
+        if self.network.topology.sharing == "fair" and sender.region != to.region:
+            self._share(deliver, size_bytes)
+        else:
+            self._arrive(deliver, self.now, self.now + self.network.message_s(sender, to, size_bytes), size_bytes)
+
+    def _arrive(self, deliver: Deliver, start_s: float, end_s: float, size_bytes: float) -> None:
+        # Messages of one sender to one receiver keep their order, whatever the jitter.
+        pair = deliver.sender, deliver.to
+        end_s = self.last_arrival_s[pair] = max(end_s, self.last_arrival_s.get(pair, 0.0))
+        slow = deliver.sender.region != deliver.to.region
+        self.recorder.sends(deliver.sender, start_s, end_s, size_bytes, slow=slow)
+        self._push(end_s, deliver)
+
+    def all_reduce(self, member: NodeId, group: Group, vector: Vector) -> None:
+        waiting = self.gathering.setdefault(group, {})
+        waiting[member] = vector
+        if len(waiting) < len(group):
+            return
+        del self.gathering[group]
+        reduced = Reduced(outer.mean([waiting[node] for node in group]))
+        cost = self.network.all_reduce(group, self.profile.model_bytes)
+        self.recorder.counts(cost.messages, cost.sent_bytes, cost.slow_link_bytes)
+        self.recorder.reduces(group, self.now, self.now + cost.seconds)
+        for node in group:
+            self._push(self.now + cost.seconds, Deliver(node, reduced, node))
+
+    # Shared links
+
+    def _share(self, deliver: Deliver, size_bytes: float) -> None:
+        direction = deliver.sender.region, deliver.to.region
+        if direction not in self.shared:
+            self.shared[direction] = SharedLink(FairLink(self.network.link(*direction).bandwidth_bytes_per_s))
+        shared = self.shared[direction]
+        shared.link.advance(self.now)
+        shared.link.remaining[self.sequence] = size_bytes
+        latency_s = self.network.latency_s(deliver.sender, deliver.to)
+        shared.transfers[self.sequence] = Transfer(deliver, self.now, latency_s, size_bytes)
+        self._await_next_end(direction, shared)
+
+    def _drain(self, event: Drain) -> None:
+        shared = self.shared[event.direction]
+        if event.version != shared.version:
+            return
+        _, ended = shared.link.next_end()
+        shared.link.advance(self.now)
+        del shared.link.remaining[ended]
+        transfer = shared.transfers.pop(ended)
+        self._arrive(transfer.deliver, transfer.start_s, self.now + transfer.latency_s, transfer.size_bytes)
+        if shared.transfers:
+            self._await_next_end(event.direction, shared)
+
+    def _await_next_end(self, direction: tuple[str, str], shared: SharedLink) -> None:
+        shared.version += 1
+        self._push(shared.link.next_end()[0], Drain(direction, shared.version))
+
+    # Evaluation
+
+    def _evaluate_at_marks(self) -> str | None:
+        """Evaluate if a mark has been passed; the name of the stop rule that holds now."""
+        if self.absorbed >= self.next_mark:
+            self._evaluate()
+            self.next_mark = (self.absorbed // self.evaluate_every + 1) * self.evaluate_every
+        if self.stop.target_loss is not None:
+            self._collect_evaluations()
+            loss = self.recorder.evaluations[-1].loss
+            if loss is not None and loss <= self.stop.target_loss:
+                return "target_loss"
+        if self.stop.steps is not None and self.absorbed >= self.stop.steps:
+            return "steps"
+        return None
+
+    def _evaluate(self) -> None:
+        """Have the model to take home evaluated in the background."""
+        parts = self.parts()
+        model = outer.mean(parts)
+        recorder = self.recorder
+        evaluation = Evaluation(
+            time_s=self.now,
+            inner_steps=self.absorbed,
+            tokens=None if self.tokens_per_step is None else self.absorbed * self.tokens_per_step,
+            outer_steps=self.outer_steps(),
+            sent_bytes=round(recorder.sent_bytes),
+            slow_link_bytes=round(recorder.slow_link_bytes),
+        )
+        own: list[Promise] = []
+        if len(parts) > 1 and self.parameters:
+            deviations = torch.stack([(part - model)[: self.parameters].square().mean() for part in parts])
+            evaluation.replica_std = float(deviations.mean().sqrt())
+            own = [self.trainer.evaluate(part, self.now) for part in parts]
+        recorder.evaluations.append(evaluation)
+        self.evaluations.append((evaluation, self.trainer.evaluate(model, self.now), own))
+
+    def _collect_evaluations(self) -> None:
+        """Wait for the evaluations under way and put down their losses."""
+        for evaluation, loss, own in self.evaluations:
+            evaluation.loss = loss.result()
+            if own:
+                evaluation.replica_loss = float(np.mean([promise.result() for promise in own]))
+        self.evaluations = []
+
+    # Errors
+
+    def _deadlock(self) -> str:
+        return f"deadlock at {self.now:.6g} s after {self.absorbed} inner steps: {_first(self._waits(), 8)}"
+
+    def _waits(self) -> Iterator[str]:
+        gathered = set()
+        for group, waiting in self.gathering.items():
+            missing = _first((str(node) for node in group if node not in waiting), 4)
+            for node in waiting:
+                gathered.add(node)
+                yield f"{node} waits in an all-reduce of {len(group)} for {missing}"
+        for actor in self.actors.values():
+            if actor.me not in gathered:
+                yield f"{actor.me} waits for {actor.waits_for()}"
+
+
+@dataclass
+class NodeContext:
+    """One node's view of the simulator: `actor.Context`."""
+
+    me: NodeId
+    simulator: Simulator
+    seed: int
+    rank: int
+    _rng: np.random.Generator | None = None
+
+    @property
+    def now(self) -> float:
+        return self.simulator.now
+
+    @property
+    def rng(self) -> np.random.Generator:
+        if self._rng is None:
+            self._rng = np.random.default_rng((self.seed, self.rank))
+        return self._rng
+
+    def send(self, to: NodeId, message: Message) -> None:
+        self.simulator.send(self.me, to, message)
+
+    def after(self, seconds: float, message: Message) -> None:
+        self.simulator._push(self.now + seconds, Deliver(self.me, message, self.me))
+
+    def train(self, theta: Vector, steps: int, progress: int) -> None:
+        simulator = self.simulator
+        seconds = steps * simulator.step_time_s[self.me]
+        answer = simulator.trainer.train(self.me, theta, steps, progress, self.now + seconds)
+        simulator.start_training(self.me, seconds, answer, progress)
+
+    def gradient(self, theta: Vector, progress: int) -> None:
+        simulator = self.simulator
+        seconds = simulator.step_time_s[self.me]
+        answer = simulator.trainer.gradient(self.me, theta, self.now + seconds)
+        simulator.start_training(self.me, seconds, answer, progress)
+
+    def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
+        # The profile's step time holds the optimizer's part already.
+        answer = self.simulator.trainer.apply(self.me, theta, gradient, progress, self.now)
+        self.simulator.start_training(self.me, 0.0, answer, progress)
+
+    def all_reduce(self, group: Group, vector: Vector) -> None:
+        self.simulator.all_reduce(self.me, group, vector)
+
+
+def _first(texts: Iterator[str], count: int) -> str:
+    """The first `count` of `texts`, and how many more there are."""
+    everything = list(texts)
+    more = f" and {len(everything) - count} more" if len(everything) > count else ""
+    return ", ".join(everything[:count]) + more

@@ -1,0 +1,250 @@
+"""What is trained: model, loss, data, inner optimizer and learning-rate schedule.
+
+What belongs here: the `Task` that everything else trains, and how the built-in tasks make one from their
+configuration. What does not: how inner steps are taken (`replica.py`), or by whom.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from archipel import data
+from archipel.data import Corpus, Shard
+from archipel.errors import UserError, nearest
+from archipel.gpt import GPT, next_token_loss
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over a run, as a factor of the optimizer's own: linear warm-up, then a cosine down to `final`.
+
+    Attributes:
+        warmup: the part of the run that warms up (published: 300 of 6144 steps).
+        final: the factor at the end (published: 0.1).
+    """
+
+    warmup: float = 0.05
+    final: float = 0.1
+
+    def factor(self, step: float, total: float) -> float:
+        """The factor of the (0-based) `step` of `total` steps."""
+        warmup = self.warmup * total
+        if step + 1 < warmup:
+            return (step + 1) / warmup
+        done = min(max((step - warmup) / max(total - warmup, 1e-9), 0.0), 1.0)
+        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True)
+class Task:
+    """Four callables, and what has to be known about them.
+
+    Attributes:
+        model: makes the model. Called under a fixed seed, so that all workers start from the same weights.
+        loss: the mean loss of the model on a batch, a 0-d tensor.
+        batches: batch number `index` of a shard; must depend on nothing else. Validation batches are those of the shard whose
+            `split` is `valid`, from 0 to `valid_batches` − 1.
+        optimizer: makes the inner optimizer of a model.
+        valid_batches: how many batches an evaluation sees.
+        tokens_per_step: tokens (or samples) of one batch, for the records.
+        gradient_clip: largest norm of a gradient; None: as it is.
+        schedule: the learning rate over the run; None: constant.
+        autocast: run the forward pass in this type; None: as the model is.
+        description: what it is, for the report.
+        loss_name: what the loss is and its unit.
+        entropy_rate: the best possible loss, where it is known.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    batches: Callable[[Shard, int], Batch]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    valid_batches: int = 8
+    tokens_per_step: int = 1
+    gradient_clip: float | None = 1.0
+    schedule: Schedule | None = Schedule()
+    autocast: torch.dtype | None = None
+    description: str = "a task of your own"
+    loss_name: str = "validation loss"
+    entropy_rate: float | None = None
+
+    def seeded_model(self, seed: int) -> nn.Module:
+        """A fresh model whose random initial weights depend on `seed` alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.model()
+
+
+class TaskConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    name: str
+
+
+class NoTask(TaskConfig):
+    """Timing only: the actors run with empty vectors and nothing is trained."""
+
+    name: Literal["none"] = "none"
+
+
+class UserTask(TaskConfig):
+    """A function of the user's that returns a `Task`: `name: mytask.py:make`."""
+
+
+class GptTask(TaskConfig):
+    """What the built-in language tasks share: a small GPT, and AdamW as published (HALoS, arXiv 2506.04531) but for the sizes."""
+
+    layers: int = Field(2, ge=1)
+    width: int = Field(48, ge=1)
+    heads: int = Field(3, ge=1)
+    sequence: int = Field(64, ge=2, description="tokens per sequence")
+    batch_size: int = Field(4, ge=1, description="sequences per inner step")
+    valid_sequences: int = Field(256, ge=1, description="sequences per evaluation")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0, description="on matrices only")
+    gradient_clip: float | None = Field(1.0, gt=0)
+    warmup: float = Field(0.05, ge=0, le=1, description="part of the run that warms up")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast of the forward pass")
+    dirichlet: float | None = Field(None, gt=0, description="concentration of the mixture of classes that a region sees; null: iid")
+
+
+class StdlibTask(GptTask):
+    """The source of Python's own standard library, in bytes: on every machine, nothing to download."""
+
+    name: Literal["stdlib"] = "stdlib"
+
+
+class SyntheticTask(GptTask):
+    """Random Markov chains of known entropy: how far from the best possible loss is a number."""
+
+    name: Literal["synthetic"] = "synthetic"
+    vocabulary: int = Field(64, ge=2, le=65_536)
+    sources: int = Field(4, ge=1)
+
+
+class TextTask(GptTask):
+    """Any file or folder of text, in bytes."""
+
+    name: Literal["text"] = "text"
+    path: str
+
+
+CONFIGS: dict[str, type[TaskConfig]] = {"none": NoTask, "stdlib": StdlibTask, "synthetic": SyntheticTask, "text": TextTask}
+
+
+def task_config(name: str) -> type[TaskConfig]:
+    """The kind of configuration that the task called `name` has.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    if ":" in name:
+        return UserTask
+    if name not in CONFIGS:
+        raise UserError(
+            f"task = {name!r}: allowed are {', '.join(CONFIGS)} and your own 'file.py:function'{nearest(name, CONFIGS)}"
+        )
+    return CONFIGS[name]
+
+
+def make_task(config: TaskConfig) -> Task:
+    """The task that `config` describes.
+
+    Raises:
+        UserError: its data cannot be had, or the user's function does not return a `Task`.
+    """
+    match config:
+        case StdlibTask():
+            return _gpt_task(config, _stdlib(config.sequence + 1), "byte")
+        case SyntheticTask():
+            return _gpt_task(config, _markov(config.vocabulary, config.sources), "token")
+        case TextTask():
+            return _gpt_task(config, data.folder_corpus(Path(config.path), config.sequence + 1), "byte")
+        case UserTask():
+            return _user_task(config.name)
+        case _:
+            raise AssertionError(f"task {config.name!r} trains nothing")
+
+
+# A process makes several tasks from one corpus when a command compares methods.
+_stdlib = cache(data.stdlib_corpus)
+_markov = cache(data.markov_corpus)
+
+
+def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
+    if config.width % config.heads:
+        raise UserError(f"task.width = {config.width}: must be divisible by task.heads = {config.heads}")
+
+    @cache
+    def weights(shard: Shard) -> Any:
+        return None if config.dirichlet is None else data.region_weights(corpus, shard, config.dirichlet)
+
+    def batches(shard: Shard, index: int) -> Tensor:
+        mixture = weights(shard) if shard.split == "train" else None
+        return corpus.batch(shard, index, config.batch_size, config.sequence + 1, mixture)
+
+    def model() -> nn.Module:
+        return GPT(
+            vocabulary=corpus.vocabulary, context=config.sequence, layers=config.layers, width=config.width, heads=config.heads
+        )
+
+    size = sum(parameter.numel() for parameter in model().parameters())
+    regions = "iid" if config.dirichlet is None else f"regions differ (Dirichlet {config.dirichlet})"
+    return Task(
+        model=model,
+        loss=next_token_loss,
+        batches=batches,
+        optimizer=lambda module: adamw(module, config.lr, config.betas, config.eps, config.weight_decay),
+        valid_batches=math.ceil(config.valid_sequences / config.batch_size),
+        tokens_per_step=config.batch_size * config.sequence,
+        gradient_clip=config.gradient_clip,
+        schedule=Schedule(warmup=config.warmup),
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        description=f"a GPT of {config.layers} x {config.width} ({size:,} parameters) on {corpus.description}, {regions}",
+        loss_name=f"validation loss (nats per {unit})",
+        entropy_rate=corpus.entropy_rate,
+    )
+
+
+def adamw(module: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices and neither biases nor the gains of norms."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _user_task(name: str) -> Task:
+    file, _, function = name.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"task.name = {name!r}: there is no file {file!r}")
+    spec = importlib.util.spec_from_file_location(f"archipel_task_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"task.name = {name!r}: {file!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise UserError(f"task.name = {name!r}: {file!r} has no function {function!r}{nearest(function, vars(module))}")
+    task = make()
+    if not isinstance(task, Task):
+        raise UserError(f"task.name = {name!r}: {function}() returned {type(task).__name__}, not an archipel.Task")
+    return task

@@ -1,0 +1,143 @@
+"""A model's weights as one vector.
+
+What belongs here: the map between a `torch.nn.Module` and one flat fp32 tensor, and arithmetic that has to know
+where the parameters in it end. What does not: optimizers, messages, anything about a particular model.
+
+A vector holds the trainable parameters first, each once however often it is tied, then the floating-point buffers
+(BatchNorm's running statistics). Buffers are averaged and never given momentum. Integer buffers travel beside the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+COMPILE_PREFIX = "_orig_mod."
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place in the vector: entries `start` to `start + numel`, in row-major order."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def view(self, vector: Tensor) -> Tensor:
+        """This tensor inside `vector`, shape `self.shape`, sharing its memory."""
+        return vector[self.start : self.start + self.numel].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a module lies in its vector.
+
+    Attributes:
+        slots: trainable parameters, then floating-point buffers.
+        parameters: entries that are parameters.
+        numel: entries in all.
+        integers: the names of the integer and boolean buffers, which travel beside the vector.
+    """
+
+    slots: tuple[Slot, ...]
+    parameters: int
+    numel: int
+    integers: tuple[str, ...]
+
+    @staticmethod
+    def of(module: nn.Module) -> Layout:
+        """The layout of `module`.
+
+        Raises:
+            ValueError: two parameters are not the same object but share memory, so that a vector would untie them; or a
+                parameter is complex.
+        """
+        owners: dict[int, str] = {}
+        for name, parameter in parameters(module).items():
+            if not parameter.is_floating_point():
+                raise ValueError(f"parameter {name!r} is {parameter.dtype}; only floating-point parameters can be trained here")
+            address = parameter.data_ptr()
+            if address and (other := owners.setdefault(address, name)) != name:
+                raise ValueError(
+                    f"parameters {other!r} and {name!r} share memory but are two objects; "
+                    "tie them by assigning the same nn.Parameter to both places"
+                )
+        tensors: dict[str, Tensor] = {**parameters(module), **float_buffers(module)}
+        slots, start = [], 0
+        for name, tensor in tensors.items():
+            slots.append(Slot(name, tensor.shape, start))
+            start += tensor.numel()
+        count = sum(tensor.numel() for tensor in parameters(module).values())
+        return Layout(tuple(slots), count, start, tuple(integer_buffers(module)))
+
+    def read(self, module: nn.Module) -> Tensor:
+        """The weights of `module` as a new fp32 vector, shape (numel,)."""
+        vector = torch.empty(self.numel, dtype=torch.float32)
+        for slot, tensor in zip(self.slots, self._tensors(module), strict=True):
+            slot.view(vector).copy_(tensor.detach())
+        return vector
+
+    def write(self, module: nn.Module, vector: Tensor) -> None:
+        """Copy `vector`, shape (numel,), into the weights of `module`, rounding to their own type.
+
+        Raises:
+            ValueError: the vector has another length.
+        """
+        if vector.shape != (self.numel,):
+            raise ValueError(f"the vector has shape {tuple(vector.shape)}, this model's weights need ({self.numel},)")
+        with torch.no_grad():
+            for slot, tensor in zip(self.slots, self._tensors(module), strict=True):
+                tensor.copy_(slot.view(vector))
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """`vector` cut into one tensor per name; names carry no trace of torch.compile."""
+        return {slot.name: slot.view(vector) for slot in self.slots}
+
+    def _tensors(self, module: nn.Module) -> Iterator[Tensor]:
+        yield from parameters(module).values()
+        yield from float_buffers(module).values()
+
+
+def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, tied ones once, frozen ones left out."""
+    return {_name(name): tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+
+
+def float_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Floating-point buffers by name, those that `state_dict` leaves out (masks, rotary tables) left out."""
+    return {name: tensor for name, tensor in _buffers(module) if tensor.is_floating_point()}
+
+
+def integer_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Integer and boolean buffers by name."""
+    return {name: tensor for name, tensor in _buffers(module) if not tensor.is_floating_point()}
+
+
+def outer_gradient(start: Tensor, end: Tensor, parameters: int) -> Tensor:
+    """What a stretch of training from `start` to `end` says to an outer optimizer, shape (numel,).
+
+    The first `parameters` entries are `start − end`, the sign of a gradient. Buffers are not differences: they
+    carry their new value `end`, so that whoever receives them can average and never extrapolate (an extrapolated running
+    variance can turn negative).
+    """
+    delta = start - end
+    delta[parameters:] = end[parameters:]
+    return delta
+
+
+def _name(name: str) -> str:
+    return name.replace(COMPILE_PREFIX, "")
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    kept = set(module.state_dict(keep_vars=True))
+    for name, tensor in module.named_buffers():
+        if name in kept:
+            yield _name(name), tensor

@@ -1,0 +1,337 @@
+"""The report: what it computes, how it words it, and that its page stands alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from archipel import report
+from archipel.report import ReportError
+
+SUMMARY: dict[str, Any] = {
+    "method": "halos", "label": "halos", "seed": 0, "time_s": 40.0, "inner_steps": 400, "tokens": 4_000_000, "outer_steps": 8,
+    "local_updates": 80, "messages": 160, "sent_bytes": 9_000_000_000, "slow_link_bytes": 2_500_000_000, "idle_fraction": 0.125,
+    "final_loss": 2.0, "best_loss": 2.0, "workers": 2, "real": "gradients: stdlib, GPT 2x64 (140,000 parameters)",
+    "modelled": "clock: topology halos-4x4, profile pythia-70m-h100", "settings": {"inner_steps": 8, "outer_momentum": 0.5},
+    "changed": {}, "loss_name": "validation loss (nats per byte)", "entropy_rate": None, "wall_s": 1.5, "processes": 2,
+    "machine": "x86_64, 2 cores", "versions": {"archipel": "0.1.0", "torch": "2.13.0"}, "stopped": "steps",
+}  # fmt: skip
+
+
+def write_run(
+    directory: Path,
+    label: str,
+    losses: Sequence[float | None],
+    *,
+    every_s: float = 10.0,
+    spread: float | None = None,
+    **changes: Any,
+) -> report.Run:
+    """A run directory whose evaluations are `every_s` apart, the first at time 0; what `report.load` makes of it."""
+    directory.mkdir(parents=True)
+    end_s = every_s * (len(losses) - 1)
+    summary = SUMMARY | {"label": label, "time_s": end_s, "final_loss": losses[-1]} | changes
+    evals = [
+        {"kind": "eval", "time_s": every_s * n, "inner_steps": 100 * n, "tokens": None if loss is None else 1_000_000 * n,
+         "outer_steps": 2 * n, "loss": loss, "replica_loss": None, "replica_std": spread, "sent_bytes": 0, "slow_link_bytes": 0}
+        for n, loss in enumerate(losses)
+    ]  # fmt: skip
+    lines = [*evals, {"kind": "train", "time_s": 1.0, "node": "r0/w0", "steps": 5, "loss": 2.2, "lr": 0.001}]
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "r0"}},
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "r0/w0"}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "r1/w0"}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 2, "args": {"name": "r1/server"}},
+    ]
+    for n in range(5):
+        start = n * end_s / 5 * 1e6
+        events += [
+            {"name": "compute", "ph": "X", "pid": 0, "tid": 0, "ts": start, "dur": end_s * 1e5},
+            {"name": "compute", "ph": "X", "pid": 1, "tid": 1, "ts": start, "dur": end_s * 0.5e5},
+            {"name": "send", "ph": "X", "pid": 1, "tid": 2, "ts": start, "dur": end_s * 0.5e5},
+        ]
+    (directory / "summary.json").write_text(json.dumps(summary))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    return report.load(directory)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[report.Run]:
+    """Two seeds of a fast method, one of a slow one that ends worst, one of a method in between."""
+    return [
+        write_run(tmp_path / "slow", "slow", [3.0, 2.9, 2.7, 2.5, 2.2], every_s=100.0),
+        write_run(tmp_path / "fast-0", "fast", [3.0, 2.4, 2.2, 2.1, 2.0], seed=0),
+        write_run(tmp_path / "fast-1", "fast", [3.0, 2.6, 2.4, 2.2, 2.1], seed=1),
+        write_run(tmp_path / "middle", "middle", [3.0, 2.5, 2.1, 2.0, 1.9], every_s=50.0),
+    ]
+
+
+def printed(runs: list[report.Run], target: float | None, width: int = 120) -> str:
+    text = io.StringIO()
+    Console(width=width, file=text, color_system=None).print(report.table(runs, target))
+    return text.getvalue()
+
+
+# Comparing
+
+
+def test_the_target_is_what_the_worst_run_ends_at(runs: list[report.Run]) -> None:
+    assert report.target_loss(runs) == 2.2
+
+
+def test_a_run_without_a_final_loss_sets_no_target(runs: list[report.Run], tmp_path: Path) -> None:
+    blown_up = write_run(tmp_path / "nan", "nan", [3.0, float("nan")])
+    assert blown_up.summary["final_loss"] is None
+    assert report.target_loss([*runs, blown_up]) == 2.2
+    assert report.target_loss([blown_up]) is None
+
+
+def test_time_to_target_is_that_of_the_first_evaluation_there(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "run", [3.0, 2.5, 2.2, 2.3, 2.1])
+    assert report.time_to_target_s(run, 2.2) == 20.0
+    assert report.time_to_target_s(run, 2.49) == 20.0  # not interpolated
+    assert report.time_to_target_s(run, 2.0) is None
+    assert report.time_to_target_s(run, None) is None
+
+
+def test_rows_are_ordered_by_time_to_target_and_name_both_ratios(runs: list[report.Run]) -> None:
+    rows = report.rows(runs, 2.2)
+    assert [row["label"] for row in rows] == ["fast", "middle", "slow"]
+    assert [row["time_to_target_s"] for row in rows] == [25.0, 100.0, 400.0]
+    assert [row["speed_up"] for row in rows] == [16.0, 4.0, 1.0]
+    assert [row["times_slower"] for row in rows] == [1.0, 4.0, 16.0]
+
+
+def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Run]) -> None:
+    fast, middle, _ = report.rows(runs, 2.2)
+    assert fast["final_loss"] == pytest.approx(statistics.mean([2.0, 2.1]))
+    assert fast["final_loss_sd"] == pytest.approx(statistics.stdev([2.0, 2.1]))
+    assert fast["time_to_target_s_sd"] == pytest.approx(statistics.stdev([20.0, 30.0]))
+    assert middle["final_loss_sd"] is None
+
+
+def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(runs: list[report.Run]) -> None:
+    rows = report.rows(runs, 2.05)
+    assert [(row["label"], row["reached"], row["seeds"]) for row in rows] == [("middle", 1, 1), ("fast", 1, 2), ("slow", 0, 1)]
+    assert [row["time_to_target_s"] for row in rows] == [150.0, 40.0, None]
+    assert [row["speed_up"] for row in rows] == [1.0, None, None]
+    text = printed(runs, 2.05)
+    assert "40.0 s (1/2 seeds)" in text
+    assert "never" in text
+
+
+def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Run], tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"^no runs to report$"):
+        report.rows([], 2.0)
+    other = write_run(tmp_path / "bits", "bits", [3.0, 2.0], loss_name="bits per byte")
+    message = r"^runs with different losses cannot share a report: bits per byte, validation loss \(nats per byte\)$"
+    with pytest.raises(ReportError, match=message):
+        report.rows([*runs, other], 2.0)
+
+
+def test_json_holds_the_rows(runs: list[report.Run]) -> None:
+    content = json.loads(json.dumps(report.as_json(runs, 2.2), allow_nan=False))
+    assert content == {"headline": report.headline(runs), "target_loss": 2.2, "methods": report.rows(runs, 2.2)}
+
+
+# Words
+
+
+def test_table_in_full(runs: list[report.Run]) -> None:
+    lines = [" ".join(line.split()) for line in printed(runs, 2.2).splitlines()]
+    assert lines[:4] == [
+        "method time to loss 2.200 speed-up final loss tokens bytes over slow links idle",
+        "fast 25.0 s ±7.1 s 16.0× 2.050 ±0.071 4.00 M 2.50 GB 12.5%",
+        "middle 100.0 s 4.00× 1.900 4.00 M 2.50 GB 12.5%",
+        "slow 400.0 s 1.00× 2.200 4.00 M 2.50 GB 12.5%",
+    ]
+    assert " ".join(lines[4:]) == (
+        "Target: validation loss (nats per byte) 2.200, the loss that the worst of these runs ends at; "
+        "the time is that of the first evaluation at or below it. "
+        "Speed-up: times faster than the slowest method that reaches it. "
+        "Tokens, bytes and idle time are of whole runs. "
+        "± is one standard deviation over 1 to 2 seeds."
+    )
+
+
+def test_table_keeps_names_and_figures_whole_at_80_columns(tmp_path: Path) -> None:
+    seeds = [[3.0, 2.0], [3.0, 2.2]]
+    made = [write_run(tmp_path / f"{n}", "diloco+dynamic_steps", losses, every_s=5000.0) for n, losses in enumerate(seeds)]
+    text = printed(made, 2.2, width=80)
+    for whole in ("diloco+dynamic_steps", "1:23:20", "2.100", "±0.141", "4.00 M", "2.50 GB", "12.5%"):
+        assert whole in text
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 B"), (999, "999 B"), (999_999, "1.00 MB"), (12_345_678, "12.3 MB"), (3.2e12, "3.20 TB"), (5e18, "5,000 PB")],
+)
+def test_bytes_have_three_digits(tmp_path: Path, count: float, shown: str) -> None:
+    assert f" {shown} " in printed([write_run(tmp_path / "run", "run", [3.0, 2.0], slow_link_bytes=count)], 2.0)
+
+
+def test_timing_only_runs_are_compared_by_time(tmp_path: Path) -> None:
+    slow = write_run(tmp_path / "slow", "slow", [None, None], every_s=3725.0, loss_name=None)
+    fast = write_run(tmp_path / "fast", "fast", [None, None], every_s=59.6)
+    assert report.target_loss([slow, fast]) is None
+    lines = [" ".join(line.split()) for line in printed([slow, fast], None).splitlines()]
+    assert lines == [
+        "method time inner steps outer steps bytes over slow links idle",
+        "fast 0:01:00 400 8 2.50 GB 12.5%",
+        "slow 1:02:05 400 8 2.50 GB 12.5%",
+        "All figures are of whole runs.",
+    ]
+    page = report.write([slow, fast], tmp_path / "out").read_text()
+    assert "No losses to compare: this is about time and bytes." in page
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "timeline.png"]
+
+
+def test_headline_says_what_is_real_and_what_is_modelled(runs: list[report.Run], tmp_path: Path) -> None:
+    modelled = "Modelled: clock – topology halos-4x4, profile pythia-70m-h100."
+    assert report.headline(runs) == f"Real: gradients – stdlib, GPT 2x64 (140,000 parameters). {modelled} 1 to 2 seeds."
+    timing = write_run(tmp_path / "timing", "timing", [None, None], real="")
+    assert report.headline([timing]) == f"Real: nothing was trained (task none). {modelled} 1 seed."
+    live = write_run(tmp_path / "live", "live", [3.0, 2.0], real="gradients and clock: 2 machines", modelled="")
+    assert report.headline([live]) == "Real: gradients and clock – 2 machines. Modelled: nothing. 1 seed."
+
+
+def test_changes_name_the_published_setting(tmp_path: Path) -> None:
+    changed = {"outer_momentum": [0.5, 0.9], "dynamic_steps": [True, False]}
+    made = [write_run(tmp_path / f"{seed}", "diloco", [3.0, 2.0], seed=seed, changed=changed) for seed in range(2)]
+    made.append(write_run(tmp_path / "halos", "halos", [3.0, 2.0]))
+    assert report.changes(made) == ["diloco: outer_momentum 0.5 (published: 0.9) · dynamic_steps True (published: False)"]
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """Collects the tags, what they point to, and the text; fails on a tag that is not closed in order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.targets: list[str] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.targets += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data.split()
+
+
+def test_page_stands_alone_and_says_what_it_must(runs: list[report.Run], tmp_path: Path) -> None:
+    tuned = write_run(tmp_path / "t", "tuned", [3.0, 2.0], changed={"outer_momentum": [0.5, 0.9]}, spread=0.01, entropy_rate=1.5)
+    out = tmp_path / "out"
+    path = report.write([*runs, tuned], out, target=2.1)
+    assert path == out / "report.html"
+    names = ["loss_vs_time.png", "loss_vs_tokens.png", "replica_spread.png", "report.html", "timeline.png"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    for picture in out.glob("*.png"):
+        height, width, _ = imread(picture).shape
+        assert width == 1600
+        assert height > 300
+    assert "http" not in path.read_text()
+    page = Page(path)
+    assert {"script", "link", "iframe"}.isdisjoint(page.tags)
+    assert len(page.targets) == 4
+    assert all(target.startswith("data:image/png;base64,") for target in page.targets)
+    text = " ".join(page.words)
+    finding = "tuned reaches the target loss first, after 10.0 s; middle takes 10.0× as long."
+    assert text.index("Real: gradients – stdlib") < text.index(finding) < text.index("method time to loss 2.100")
+    assert "outer_momentum 0.5 (published: 0.9) inner_steps 8" in text
+    assert "2.100, as asked for;" in text
+    assert "times slower than the fastest" in text
+    assert "mean ± one standard deviation over seeds, evaluation by evaluation" in text
+    assert "tuned 0 steps 400 10.0 1.5 2 x86_64, 2 cores archipel 0.1.0, torch 2.13.0 t" in text
+
+
+def test_strings_from_a_run_stay_text(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script> & $x^2 [bold]"
+    run = write_run(
+        tmp_path / "run", evil, [3.0, 2.0], machine=evil, settings={evil: evil}, changed={"a": ["<b>", "<i>"]}, real=evil
+    )
+    path = report.write([run], tmp_path / "out")
+    assert "script" not in Page(path).tags
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x^2 [bold]" in path.read_text()
+    assert evil in printed([run], 2.0, width=200)
+
+
+def test_a_report_is_replaced_and_repeats_to_the_byte(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "run", [None, None])
+    first = report.write([run], tmp_path / "out").read_bytes()
+    assert report.write([run], tmp_path / "out").read_bytes() == first
+
+
+def test_a_run_without_trace_is_named(tmp_path: Path) -> None:
+    made = [write_run(tmp_path / label, label, [None, None]) for label in ("traced", "bare")]
+    (tmp_path / "bare" / "trace.json").unlink()
+    assert "No trace: bare." in report.write(made, tmp_path / "out").read_text()
+
+
+def test_a_run_of_one_evaluation_can_be_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "run", [3.0], time_s=1.0)
+    assert report.write([run], tmp_path / "out").exists()
+
+
+# Reading
+
+
+def test_run_directories_are_found_by_name(runs: list[report.Run], tmp_path: Path) -> None:
+    assert [path.name for path in report.find(tmp_path)] == ["fast-0", "fast-1", "middle", "slow"]
+    assert report.find(tmp_path / "slow") == [tmp_path / "slow"]
+    assert report.find(tmp_path / "nowhere") == []
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ReportError) as error:
+        report.load(tmp_path / "nowhere")
+    path = tmp_path / "nowhere" / "summary.json"
+    assert str(error.value) == f"{path} is missing: the run has not finished, or this is not a run directory"
+    write_run(tmp_path / "run", "run", [3.0])
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.raises(ReportError, match=r"run/metrics\.jsonl is missing: "):
+        report.load(tmp_path / "run")
+
+
+def test_corrupt_files_are_named(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    run = write_run(directory, "run", [3.0, 2.0])
+    (directory / "trace.json").write_text('{"traceEvents": [')
+    with pytest.raises(ReportError, match=r"run/trace\.json is not JSON: Expecting value: line 1 column 18"):
+        report.write([run], tmp_path / "out")
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "ev')
+    with pytest.raises(
+        ReportError, match=r"run/metrics\.jsonl, line 4, is not JSON: Unterminated string starting at: line 1 column 10"
+    ):
+        report.load(directory)
+    (directory / "summary.json").write_text('{"label": "run"}')
+    with pytest.raises(ReportError, match=r"run/summary\.json lacks seed, time_s, "):
+        report.load(directory)
+    (directory / "summary.json").write_text("[]")
+    with pytest.raises(ReportError, match=r"run/summary\.json is not a JSON object$"):
+        report.load(directory)
+    (directory / "summary.json").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ReportError, match=r"run/summary\.json is not JSON: "):
+        report.load(directory)
