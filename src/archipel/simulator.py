@@ -128,6 +128,7 @@ class Simulator:
         self.now = 0.0
         self.absorbed = 0
         self.next_mark = 0
+        self.changed = False
         self.heap: list[tuple[float, int, Event]] = []
         self.sequence = 0
         self.training: set[NodeId] = set()
@@ -147,6 +148,10 @@ class Simulator:
             self._push(0.0, Deliver(node, Start(), node))
         reason = self._evaluate_at_marks()
         while reason is None:
+            if self.changed and (not self.heap or self.heap[0][0] > self.now):  # all of this moment has happened
+                self.changed = False
+                reason = self._evaluate_at_marks()
+                continue
             if not self.heap:
                 raise TrainingError(self._deadlock())
             time_s, _, event = heapq.heappop(self.heap)
@@ -156,9 +161,9 @@ class Simulator:
             self.now = time_s
             match event:
                 case Deliver(to=to, message=message, sender=sender):
-                    reason = self._handle(to, message, sender)
+                    self._handle(to, message, sender)
                 case Finish(worker=worker):
-                    reason = self._handle(worker, self._answer(event), worker)
+                    self._handle(worker, self._answer(event), worker)
                 case Drain():
                     self._drain(event)
         if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps < self.absorbed:
@@ -184,15 +189,14 @@ class Simulator:
         heapq.heappush(self.heap, (time_s, self.sequence, event))
         self.sequence += 1
 
-    def _handle(self, to: NodeId, message: Message, sender: NodeId) -> str | None:
+    def _handle(self, to: NodeId, message: Message, sender: NodeId) -> None:
         actor = self.actors[to]
         before = actor.absorbed
         actor.upon(message, sender, self.contexts[to])
-        if actor.absorbed == before:
-            return None
-        self.absorbed += actor.absorbed - before
-        self.recorder.on_progress(self.absorbed, self.now)
-        return self._evaluate_at_marks()
+        if actor.absorbed != before:
+            self.absorbed += actor.absorbed - before
+            self.changed = True
+            self.recorder.on_progress(self.absorbed, self.now)
 
     def _answer(self, event: Finish) -> Message:
         self.training.discard(event.worker)

@@ -111,7 +111,7 @@ class GptTask(TaskConfig):
     heads: int = Field(3, ge=1)
     sequence: int = Field(64, ge=2, description="tokens per sequence")
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
-    valid_sequences: int = Field(256, ge=1, description="sequences per evaluation")
+    valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
@@ -193,9 +193,12 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
     def weights(shard: Shard) -> Any:
         return None if config.dirichlet is None else data.region_weights(corpus, shard, config.dirichlet)
 
+    valid_size = min(config.valid_sequences, 32)
+
     def batches(shard: Shard, index: int) -> Tensor:
-        mixture = weights(shard) if shard.split == "train" else None
-        return corpus.batch(shard, index, config.batch_size, config.sequence + 1, mixture)
+        if shard.split == "valid":
+            return corpus.batch(shard, index, valid_size, config.sequence + 1)
+        return corpus.batch(shard, index, config.batch_size, config.sequence + 1, weights(shard))
 
     def model() -> nn.Module:
         return GPT(
@@ -209,7 +212,7 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
         loss=next_token_loss,
         batches=batches,
         optimizer=lambda module: adamw(module, config.lr, config.betas, config.eps, config.weight_decay),
-        valid_batches=math.ceil(config.valid_sequences / config.batch_size),
+        valid_batches=math.ceil(config.valid_sequences / valid_size),
         tokens_per_step=config.batch_size * config.sequence,
         gradient_clip=config.gradient_clip,
         schedule=Schedule(warmup=config.warmup),

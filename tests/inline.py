@@ -1,0 +1,160 @@
+"""Fakes for tests: trainers that compute in this process, at once, and a way to run a method on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from archipel import methods
+from archipel.actor import Actor, Gradient, NodeId, Trained, World
+from archipel.data import Shard
+from archipel.metrics import Recorder
+from archipel.network import Network
+from archipel.pool import Done
+from archipel.replica import Replica, Run
+from archipel.simulator import Simulator, Stop
+from archipel.task import Schedule, Task, adamw
+from archipel.topology import PROFILES, Profile, Topology, load_topology
+
+PROFILE = PROFILES["pythia-70m-h100"]
+
+
+@dataclass
+class Inline:
+    """Real inner steps on `task`, in this process; worker i has shard i, or `shards[i]`."""
+
+    task: Task
+    run: Run
+    workers: Sequence[NodeId]
+    shards: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.replica = Replica(self.task, self.run, torch.device("cpu"))
+        self.rank = {worker: i for i, worker in enumerate(self.workers)}
+        self.states = [[torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs] for _ in self.workers]
+        for state in self.states:
+            self.replica.reset(state)
+        self.cursors = [0] * len(self.workers)
+
+    def shard(self, rank: int) -> Shard:
+        index = rank if self.shards is None else self.shards[rank]
+        return Shard(index, len(self.workers), 0, 1, self.run.seed)
+
+    def train(self, worker: NodeId, theta: Tensor, steps: int, progress: int, due_s: float) -> Done:
+        rank, result = self.rank[worker], theta.clone()
+        losses = self.replica.train(self.states[rank], result, self.shard(rank), steps, progress, self.cursors[rank])
+        self.cursors[rank] += steps
+        return Done(Trained(result, steps, tuple(losses)))
+
+    def gradient(self, worker: NodeId, theta: Tensor, due_s: float) -> Done:
+        rank, result = self.rank[worker], theta.clone()
+        [loss] = self.replica.differentiate(self.states[rank], result, self.shard(rank), self.cursors[rank])
+        self.cursors[rank] += 1
+        return Done(Gradient(result, loss))
+
+    def apply(self, worker: NodeId, theta: Tensor, gradient: Tensor, progress: int, due_s: float) -> Done:
+        result = theta.clone()
+        self.replica.apply(self.states[self.rank[worker]], result, gradient, progress)
+        return Done(Trained(result, 1, ()))
+
+    def evaluate(self, theta: Tensor, due_s: float) -> Done:
+        return Done(self.replica.evaluate(theta.clone())[0])
+
+
+@dataclass
+class Quadratic:
+    """Plain gradient descent on ½|θ − target|², whose steps are a closed form; no data."""
+
+    numel: int = 8
+    lr: float = 0.05
+    target: float = 0.0
+    calls: list[str] = field(default_factory=list)
+
+    def train(self, worker: NodeId, theta: Tensor, steps: int, progress: int, due_s: float) -> Done:
+        self.calls.append("train")
+        result = self.target + (theta - self.target) * (1 - self.lr) ** steps
+        return Done(Trained(result, steps, (float((theta - self.target).square().sum() / 2),) * steps))
+
+    def gradient(self, worker: NodeId, theta: Tensor, due_s: float) -> Done:
+        self.calls.append("gradient")
+        return Done(Gradient(theta - self.target, float((theta - self.target).square().sum() / 2)))
+
+    def apply(self, worker: NodeId, theta: Tensor, gradient: Tensor, progress: int, due_s: float) -> Done:
+        self.calls.append("apply")
+        return Done(Trained(theta - self.lr * gradient, 1, ()))
+
+    def evaluate(self, theta: Tensor, due_s: float) -> Done:
+        return Done(float((theta - self.target).square().sum() / 2))
+
+
+def linear_task(features: int = 6, batch_size: int = 8) -> Task:
+    """Noisy linear regression through a small hidden layer; every batch is a function of (seed, shard, index)."""
+    truth = torch.from_numpy(np.random.default_rng(7).standard_normal(features).astype(np.float32))
+
+    def batches(shard: Shard, index: int) -> tuple[Tensor, Tensor]:
+        rng = shard.rng(index)
+        x = torch.from_numpy(rng.standard_normal((batch_size, features)).astype(np.float32))
+        noise = torch.from_numpy(rng.standard_normal(batch_size).astype(np.float32))
+        return x, x @ truth + 0.1 * noise
+
+    return Task(
+        model=lambda: nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, 1)),
+        loss=lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square().mean(),
+        batches=batches,
+        optimizer=lambda model: adamw(model, 0.02, (0.9, 0.95), 1e-8, 0.1),
+        valid_batches=2,
+        tokens_per_step=batch_size,
+        schedule=Schedule(warmup=0.1),
+    )
+
+
+def workers_of(topology: Topology) -> list[NodeId]:
+    return [worker.id for worker in topology.workers]
+
+
+def simulator(
+    method: str,
+    trainer: Any,
+    *,
+    topology: Topology | str = "one-node",
+    steps: int | None = 100,
+    settings: dict[str, Any] | None = None,
+    theta: Tensor | None = None,
+    profile: Profile = PROFILE,
+    stop: Stop | None = None,
+    seed: int = 0,
+    evaluate_every: int = 10**9,
+    tokens_per_step: int | None = 1,
+    actors: Sequence[Actor] | None = None,
+) -> Simulator:
+    """A simulator that is ready to run `method`, or any `actors`."""
+    topology = load_topology(topology) if isinstance(topology, str) else topology
+    if theta is None:
+        theta = trainer.replica.layout.read(trainer.replica.module) if isinstance(trainer, Inline) else torch.ones(trainer.numel)
+    parameters = trainer.replica.layout.parameters if isinstance(trainer, Inline) else theta.numel()
+    if actors is None:
+        module = methods.load(method)
+        actors = module.build(module.Config(**(settings or {})), World(topology.workers, parameters, seed), theta)
+    return Simulator(
+        actors,
+        topology.workers,
+        Network(topology, np.random.default_rng(seed)),
+        profile,
+        trainer,
+        Recorder(),
+        stop or Stop(steps),
+        evaluate_every=evaluate_every,
+        tokens_per_step=tokens_per_step,
+        parameters=parameters,
+        seed=seed,
+    )
+
+
+def model_of(simulator: Simulator) -> Tensor:
+    """The model that a user would take home."""
+    return torch.stack(simulator.parts()).mean(dim=0)
