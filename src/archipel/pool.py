@@ -34,7 +34,7 @@ from torch import Tensor
 
 from archipel.actor import Gradient, NodeId, Trained, Vector
 from archipel.data import Shard
-from archipel.errors import Diverged, TrainingError
+from archipel.errors import Diverged, TrainingError, UserError
 from archipel.replica import NonFiniteLoss, Replica, Run, TensorSpec
 from archipel.task import TaskConfig, make_task
 
@@ -141,6 +141,8 @@ class Pool:
     """
 
     def __init__(self, task: TaskConfig, workers: Sequence[NodeId], processes: int | None = None) -> None:
+        if processes is not None and processes < 1:
+            raise UserError(f"processes = {processes}: at least 1 is needed")
         self.config, self.task = task, make_task(task)
         self.rank = {worker: i for i, worker in enumerate(workers)}
         self.replica = self._replica(Run(1, len(workers), 0))

@@ -1,0 +1,125 @@
+"""Speed as ratios, each measured in one run on this machine: `make bench`.
+
+1. A simulated run of 16 workers with one process ÷ a bare PyTorch loop over the same inner steps (tokens per second).
+2. The same run with two processes ÷ with one.
+3. The default model, 128 wide: bf16 autocast ÷ fp32 (tokens per second of the bare loop).
+
+Each ratio is the median over rounds in which both sides are measured one after the other, so that a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from archipel import experiment
+from archipel.data import Shard
+from archipel.pool import Pool
+from archipel.recipe import Recipe, parse_recipe
+from archipel.task import make_task
+
+WORKERS = 16
+
+
+def recipe(steps: int, **task: Any) -> Recipe:
+    """DiLoCo on 16 equal workers; no evaluation but the first and the last."""
+    return parse_recipe(
+        {
+            "method": {"name": "diloco", "inner_steps": 16},
+            "topology": {"regions": {"a": [1.0] * WORKERS}},
+            "task": {"name": "stdlib", "valid_sequences": 1, **task},
+            "run": {"steps": steps, "evaluations": 1},
+        }
+    )
+
+
+def bare_loop(steps: int, **task_fields: Any) -> float:
+    """Tokens per second of plain PyTorch on one thread: the same model, batches, AdamW, clipping and schedule."""
+    task = make_task(recipe(steps, **task_fields).task)
+    model = task.seeded_model(0)
+    optimizer = task.optimizer(model)
+    assert task.schedule is not None
+    assert task.gradient_clip is not None
+    started = 0.0
+    warm_up = 20
+    for step in range(-warm_up, steps):
+        if step == 0:
+            started = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * task.schedule.factor(max(step, 0) / WORKERS, steps / WORKERS)
+        batch = task.batches(Shard(step % WORKERS, WORKERS, 0, 1, 0), abs(step) // WORKERS)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16) if task.autocast else contextlib.nullcontext():
+            loss = task.loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), task.gradient_clip)
+        optimizer.step()
+        loss.item()
+    return steps * task.tokens_per_step / (time.perf_counter() - started)
+
+
+def simulated(pool: Pool, steps: int, folder: Path) -> float:
+    """Tokens per second of a whole simulated run, its two evaluations and its files among it; the processes are up already."""
+    summary = experiment.simulate(recipe(steps), pool, folder / "run")
+    return float(summary["tokens"] / summary["wall_s"])
+
+
+def paired(rounds: int, first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float, float, float]:
+    """(median ratio first ÷ second, smallest, largest, median of second) over rounds in which the two take turns."""
+    pairs = [(first(), second()) for _ in range(rounds)]
+    ratios = [a / b for a, b in pairs]
+    return statistics.median(ratios), min(ratios), max(ratios), statistics.median(b for _, b in pairs)
+
+
+def show(what: str, aim: float, measured: tuple[float, float, float, float]) -> None:
+    ratio, low, high, base = measured
+    print(f"{what:<60} {ratio:5.2f}  ({low:.2f} to {high:.2f}; aim {aim:.2f}; base {base:,.0f} tokens/s)", flush=True)
+
+
+def main() -> None:
+    """Print the ratios, one a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2048, help="inner steps of each measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
+    arguments = parser.parse_args()
+    steps, rounds = arguments.steps, arguments.rounds
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {rounds} rounds of {steps} inner steps")
+    with (
+        tempfile.TemporaryDirectory() as name,
+        experiment.open_pool(recipe(steps), 1) as one,
+        experiment.open_pool(recipe(steps), 2) as two,
+    ):
+        folder = Path(name)
+        assert one is not None
+        assert two is not None
+        for pool in (one, two):
+            simulated(pool, 256, folder)  # warm up
+        show(
+            "simulated run, 16 workers, 1 process ÷ bare loop",
+            0.97,
+            paired(rounds, lambda: simulated(one, steps, folder), lambda: bare_loop(steps)),
+        )
+        show(
+            "simulated run, 16 workers, 2 processes ÷ 1 process",
+            1.85,
+            paired(rounds, lambda: simulated(two, steps, folder), lambda: simulated(one, steps, folder)),
+        )
+    wide = {"layers": 4, "width": 128, "heads": 4, "sequence": 128, "batch_size": 8}
+    show(
+        "bf16 autocast ÷ fp32, bare loop, 4 x 128, sequence 128",
+        1.3,
+        paired(rounds, lambda: bare_loop(16, precision="bf16", **wide), lambda: bare_loop(16, **wide)),
+    )
+
+
+if __name__ == "__main__":
+    main()

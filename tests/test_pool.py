@@ -1,0 +1,167 @@
+"""The pool: the same bytes whatever its size, errors that say whose they are, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from archipel import experiment, methods
+from archipel.errors import Diverged, TrainingError, UserError
+from archipel.pool import Pool
+from archipel.recipe import Recipe, parse_recipe
+from archipel.replica import Run
+from archipel.task import task_config
+
+TASK = {"name": "synthetic", "layers": 1, "width": 16, "heads": 2, "sequence": 16, "valid_sequences": 8, "vocabulary": 16}
+TOPOLOGY = {
+    "regions": {"a": [1.0, 0.6], "b": [0.3, 0.8, 0.5]},
+    "default": {"bandwidth_gbit_s": 1.0, "latency_ms": 40, "jitter": 0.4},
+}
+
+
+def recipe(name: str, **fields: Any) -> Recipe:
+    known = methods.load(name).Config.model_fields
+    settings = {key: value for key, value in {"inner_steps": 4, "accumulate": 3}.items() if key in known}
+    return parse_recipe(
+        {"method": {"name": name, **settings}, "topology": TOPOLOGY, "task": TASK, "run": {"steps": 150, "evaluations": 3}} | fields
+    )
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in ("metrics.jsonl", "weights.safetensors", "trace.json", "recipe.yaml")}
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, bytes]]:
+    """The files of every method's run with one process, with two, and once more with two."""
+    out = tmp_path_factory.mktemp("pool")
+    found = {}
+    for size, processes in (("one", 1), ("two", 2), ("again", 2)):
+        with experiment.open_pool(recipe("halos"), processes) as pool:
+            for name in methods.names():
+                experiment.simulate(recipe(name), pool, out / size / name)
+                found[size, name] = files(out / size / name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods.names())
+def test_one_process_and_two_give_identical_files_and_so_do_two_runs(
+    name: str, left: dict[tuple[str, str], dict[str, bytes]]
+) -> None:
+    assert left["one", name] == left["two", name] == left["again", name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods.names())
+def test_it_learns(name: str, left: dict[tuple[str, str], dict[str, bytes]]) -> None:
+    lines = [json.loads(line) for line in left["one", name]["metrics.jsonl"].splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "eval"]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+def write_task(folder: Path, body: str) -> dict[str, str]:
+    """A user's task file: an image model with BatchNorm, and `body` as its loss."""
+    path = folder / "mytask.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+            from archipel import Task
+
+            def batches(shard, index):
+                generator = torch.Generator().manual_seed(shard.index * 1000 + index)
+                y = torch.randint(0, 2, (8,), generator=generator)
+                return torch.randn(8, 1, 6, 6, generator=generator) + y.view(8, 1, 1, 1), y
+
+            def loss(model, batch):
+                {body}
+                return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+            def make():
+                return Task(
+                    model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)),
+                    loss=loss,
+                    batches=batches,
+                    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5),
+                    valid_batches=2,
+                    description="bright or dark",
+                )
+            """
+        ).format(body=body)
+    )
+    return {"name": f"{path}:make"}
+
+
+@pytest.mark.slow
+def test_a_users_image_model_with_batchnorm(tmp_path: Path) -> None:
+    """It learns with every method; running statistics are averaged, and batches counted by the worker that saw most."""
+    task = write_task(tmp_path, "pass")
+    with experiment.open_pool(recipe("halos", task=task), 2) as pool:
+        for name in methods.names():
+            summary = experiment.simulate(recipe(name, task=task, run={"steps": 200, "evaluations": 2}), pool, tmp_path / name)
+            weights = load_file(tmp_path / name / "weights.safetensors")
+            assert summary["final_loss"] < 0.6, name
+            assert float(weights["1.running_var"].min()) > 0, name
+            assert 20 < int(weights["1.num_batches_tracked"]) <= 200, name
+            assert not torch.equal(weights["1.running_mean"], torch.zeros(4)), name
+
+
+@pytest.mark.slow
+def test_errors_of_the_task_name_worker_and_place(tmp_path: Path) -> None:
+    task = write_task(tmp_path, "if batch[0].sum() != 0: raise KeyError('my mistake')")
+    with experiment.open_pool(recipe("diloco", task=task), 1) as pool, pytest.raises(TrainingError) as error:
+        experiment.simulate(recipe("diloco", task=task), pool, tmp_path / "run")
+    assert "mytask.py:12: KeyError: 'my mistake'" in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_names_worker_and_step(tmp_path: Path) -> None:
+    task = write_task(tmp_path, "return model(batch[0]).sum() * float('nan')")
+    with experiment.open_pool(recipe("diloco", task=task), 1) as pool, pytest.raises(Diverged) as error:
+        experiment.simulate(recipe("diloco", task=task), pool, tmp_path / "run")
+    assert "is nan" in str(error.value)
+    assert str(error.value).startswith("diloco: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_noticed_and_nothing_is_left_running() -> None:
+    config = task_config("synthetic").model_validate(TASK)
+    topology = recipe("diloco").topology
+    workers = [worker.id for worker in topology.workers]
+    with Pool(config, workers, 2) as pool:
+        pool.begin(Run(10, len(workers), 0))
+        processes = [process.popen for process in pool.processes]
+        theta = pool.replica.layout.read(pool.replica.module)
+        promises = [pool.train(worker, theta, 10_000, 0, 0.0) for worker in workers]
+        os.kill(processes[0].pid, signal.SIGKILL)
+        death = r"^a pool process died \(exit code -9\); the machine may be out of memory$"
+        with pytest.raises(TrainingError, match=death):
+            [promise.result() for promise in promises]
+    assert all(process.poll() is not None for process in processes)
+
+
+@pytest.mark.slow
+def test_the_measured_profile_is_of_this_task_on_this_machine() -> None:
+    with experiment.open_pool(recipe("diloco"), 1) as pool:
+        profile = experiment.measure_profile(pool)
+    parameters = 16 * 16 + 16 * 16 + 12 * 16 * 16 + 3 * 16  # tied embeddings, positions, one block, norms
+    assert profile.model_bytes == 4 * parameters
+    assert 1e-4 < profile.step_time_s < 1.0
+
+
+def test_a_pool_without_processes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^processes = 0: at least 1 is needed$"), experiment.open_pool(recipe("diloco"), 0):
+        pass
