@@ -139,9 +139,12 @@ def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Run], tmp_path:
         report.rows([*runs, other], 2.0)
 
 
-def test_json_holds_the_rows(runs: list[report.Run]) -> None:
+def test_json_holds_the_runs(runs: list[report.Run]) -> None:
     content = json.loads(json.dumps(report.as_json(runs, 2.2), allow_nan=False))
-    assert content == {"headline": report.headline(runs), "target_loss": 2.2, "methods": report.rows(runs, 2.2)}
+    assert set(content) == {"runs", "target_loss", "real", "modelled"}
+    assert content["target_loss"] == 2.2
+    times = {(run["label"], run["seed"]): run["time_to_target_s"] for run in content["runs"]}
+    assert times == {(run.summary["label"], run.summary["seed"]): report.time_to_target_s(run, 2.2) for run in runs}
 
 
 # Words

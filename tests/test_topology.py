@@ -228,7 +228,7 @@ def test_an_unknown_key_of_a_link_between_regions_says_which_link() -> None:
         ({"bandwidth_gbit_s": float("nan")}, "bandwidth_gbit_s = nan: should be a finite number"),
         ({"bandwidth_gbit_s": 1, "latency_ms": -1}, "latency_ms = -1: should be greater than or equal to 0"),
         ({"bandwidth_gbit_s": 1, "jitter": -0.1}, "jitter = -0.1: should be greater than or equal to 0"),
-        ({"bandwidth_gbit_s": "fast"}, "bandwidth_gbit_s = 'fast': should be a valid number, unable to parse string as a number"),
+        ({"bandwidth_gbit_s": [1]}, "bandwidth_gbit_s = [1]: should be a valid number"),
         ({}, "bandwidth_gbit_s: this key is required"),
     ],
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -132,17 +132,14 @@ def comparison(method_list: str, common: dict[str, Any], seeds: int, overrides: 
 def _method_fields(text: str) -> tuple[str, dict[str, Any]]:
     """A method's label and fields from `name` or `name+flag+flag`."""
     name, *flags = text.split("+")
-    if name not in methods.names():
-        raise UserError(
-            f"--methods: unknown method {name!r}{nearest(name, methods.names())}; allowed: {', '.join(methods.names())}"
-        )
     known = [key for key, field in methods.load(name).Config.model_fields.items() if field.annotation is bool]
     for flag in flags:
         if flag not in known:
             raise UserError(
                 f"--methods {text}: {name} has no flag {flag!r}{nearest(flag, known)}; its flags: {', '.join(known) or 'none'}"
             )
-    return text, {"name": name, **dict.fromkeys(flags, True)}
+    label = "+".join([Path(name).stem, *flags])
+    return label, {"name": name, **dict.fromkeys(flags, True)}
 
 
 def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss: float | None, *, as_json: bool) -> None:
@@ -153,8 +150,11 @@ def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss
         if pool and recipes[0].profile is None:
             profile = experiment.measure_profile(pool)  # once, so that all methods run on one clock
             recipes = [replace(recipe, profile=profile) for recipe in recipes]
-        for recipe, name in zip(recipes, names, strict=True):
-            experiment.simulate(recipe, pool, out / name, begin(name))
+        try:
+            for recipe, name in zip(recipes, names, strict=True):
+                experiment.simulate(recipe, pool, out / name, begin(name))
+        except KeyboardInterrupt:
+            _complain(f"interrupted; what happened until then is in {out}", 130)
     show([report.load(out / name) for name in names], out, target_loss, as_json=as_json)
 
 
@@ -226,11 +226,9 @@ def main() -> None:
         _complain(error, 2)
     except TrainingError as error:
         _complain(error, 1)
-    except KeyboardInterrupt:
-        _complain("interrupted; what was finished until then is in the run directories", 130)
 
 
-def _complain(message: object, code: int) -> None:
+def _complain(message: object, code: int) -> NoReturn:
     log_console.print(f"archipel: {message}", soft_wrap=True, markup=False, highlight=False)
     sys.exit(code)
 

@@ -5,6 +5,7 @@ What belongs here: what a recipe may say, its defaults, and the errors of those 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,11 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
     run_fields = data.get("run", {})
     if not isinstance(run_fields, dict):
         raise UserError(f"run = {run_fields!r}: expected keys such as `steps: 10000`")
+    label = str(data.get("label", Path(method).stem))
+    if not re.fullmatch(r"[\w.+-]+", label):
+        raise UserError(f"label = {label!r}: it names a folder; use letters, digits, '.', '_', '+' and '-'")
     return Recipe(
-        label=str(data.get("label", method)),
+        label=label,
         method=method,
         config=config,
         topology=_topology(data.get("topology", DEFAULT_TOPOLOGY)),
@@ -141,9 +145,7 @@ def section(value: Any, name: str) -> dict[str, Any]:
 
 
 def _method(fields: dict[str, Any]) -> tuple[str, MethodConfig]:
-    name, known = fields.pop("name", None), methods.names()
-    if name not in known:
-        raise UserError(f"method = {name!r}: allowed are {', '.join(known)}{nearest(str(name), known)}")
+    name = str(fields.pop("name", None))
     config = methods.load(name).Config
     try:
         return name, config.model_validate(fields)

@@ -449,6 +449,8 @@ def _curves(groups: _Groups, x: str, y: str, target: float | None, dots: dict[st
         height = top - low or 1.0
         axes.set_ylim(low - 0.06 * height, top + 0.02 * height)
         for level, words in levels.items():
+            if not axes.get_ylim()[0] <= level <= axes.get_ylim()[1]:
+                continue
             axes.axhline(level, color="#333333", linewidth=0.9, linestyle=(0, (5, 4)), zorder=1)
             axes.annotate(f"{words} {level:.3f}", (0, level), (4, 3), ("axes fraction", "data"), "offset points")
     axes.set_ylabel(_loss_names(chain.from_iterable(groups.values()))[0] if y == "loss" else "replica standard deviation")

@@ -6,9 +6,7 @@ configuration. What does not: how inner steps are taken (`replica.py`), or by wh
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +21,7 @@ from archipel import data
 from archipel.data import Corpus, Shard
 from archipel.errors import UserError, nearest
 from archipel.gpt import GPT, next_token_loss
+from archipel.pyfile import import_file
 
 Batch = Any
 
@@ -235,15 +234,7 @@ def adamw(module: nn.Module, lr: float, betas: tuple[float, float], eps: float, 
 
 def _user_task(name: str) -> Task:
     file, _, function = name.rpartition(":")
-    path = Path(file)
-    if not path.is_file():
-        raise UserError(f"task.name = {name!r}: there is no file {file!r}")
-    spec = importlib.util.spec_from_file_location(f"archipel_task_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"task.name = {name!r}: {file!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = import_file(Path(file), f"task.name = {name!r}")
     make = getattr(module, function, None)
     if not callable(make):
         raise UserError(f"task.name = {name!r}: {file!r} has no function {function!r}{nearest(function, vars(module))}")

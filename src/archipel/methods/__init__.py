@@ -1,24 +1,42 @@
 """One file a method; the file's name is its name on the command line.
 
-A file here imports `actor`, `vector`, `outer` and `parameter_server` and nothing else of this package. It offers
-`Config`, the method's settings with the published values as defaults, and `build`, which makes the actors. A new file
-is a new method: nothing is registered.
+A file here imports `actor`, `vector`, `outer` and `parameter_server` and nothing else of this package. It offers `Config`,
+the method's settings with the published values as defaults, and `build`, which makes the actors. A new file is a new
+method: nothing is registered, and a method of your own can lie anywhere and go by its path, `my_method.py`.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import cache
+from pathlib import Path
 from typing import cast
 
 from archipel.actor import Method
+from archipel.errors import UserError, nearest
+from archipel.pyfile import import_file
 
 
 def names() -> list[str]:
-    """The names of all methods, sorted."""
+    """The names of all methods in this folder, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
+@cache
 def load(name: str) -> Method:
-    """The method called `name`, one of `names()`."""
-    return cast(Method, importlib.import_module(f"{__name__}.{name}"))
+    """The method called `name`: one of `names()`, or a Python file.
+
+    Raises:
+        UserError: there is no such method or file, or the file lacks `Config` or `build`.
+    """
+    if not name.endswith(".py"):
+        if name not in names():
+            known = f"{', '.join(names())} and files such as my_method.py"
+            raise UserError(f"method = {name!r}: allowed are {known}{nearest(name, names())}")
+        return cast(Method, importlib.import_module(f"{__name__}.{name}"))
+    module = import_file(Path(name), f"method = {name!r}")
+    for part in ("Config", "build"):
+        if not hasattr(module, part):
+            raise UserError(f"method = {name!r}: the file has no {part!r}")
+    return cast(Method, module)

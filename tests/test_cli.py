@@ -1,0 +1,169 @@
+"""The command line as a user meets it: what is printed, what is left, and what can be asked of it again."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from archipel import cli
+
+RUN_KEYS = {
+    "method", "label", "seed", "time_s", "inner_steps", "tokens", "outer_steps", "messages", "sent_bytes", "slow_link_bytes",
+    "idle_fraction", "final_loss", "best_loss", "time_to_target_s",
+}  # fmt: skip
+SMALL = ["--set", "task.layers=1", "--set", "task.width=16", "--set", "task.heads=2", "--set", "task.sequence=16"]
+SMALL += ["--set", "task.valid_sequences=8", "--set", "run.evaluations=4"]
+
+
+class Answer:
+    """What one call of the command line did."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def archipel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["archipel", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        return Answer(int(stop.value.code or 0), out, err)
+
+    return call
+
+
+@pytest.mark.slow
+def test_compare_with_seeds_leaves_runs_and_a_report(archipel: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    answer = archipel(
+        "compare", "--methods", "halos,diloco+dynamic_steps", "--task", "synthetic", "--steps", 300, "--seeds", 2,
+        "--set", "halos.accumulate=4", "--set", "diloco.inner_steps=8", "--processes", 1, "--out", out, *SMALL,
+    )  # fmt: skip
+    assert answer.code == 0, answer.err
+    assert sorted(path.name for path in out.iterdir()) == [
+        "diloco+dynamic_steps-seed0", "diloco+dynamic_steps-seed1", "halos-seed0", "halos-seed1",
+        "loss_vs_time.png", "loss_vs_tokens.png", "report.html", "timeline.png",
+    ]  # fmt: skip
+    for run in out.glob("*-seed*"):
+        assert {path.name for path in run.iterdir()} == {
+            "recipe.yaml", "metrics.jsonl", "summary.json", "trace.json", "weights.safetensors",
+        }  # fmt: skip
+    first = answer.out.splitlines()[0]
+    assert first.startswith("Real: gradients of a GPT of 1 x 16")
+    assert "Modelled: the clock" in first
+    assert "2 seeds" in first
+    assert "halos: accumulate 4 (published: 32)" in answer.out
+    assert "±" in answer.out
+    lines = answer.err.splitlines()
+    assert all(re.match(r"^[\w+]+-seed\d: [\d,]+/300 steps, [\d,]+ s modelled, \d+ s here$", line) for line in lines), lines
+
+    again = archipel("report", out, "--json", "--target-loss", 99)
+    assert json.loads(again.out)["target_loss"] == 99
+    assert len(json.loads(again.out)["runs"]) == 4
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_and_its_filled_in_copy_gives_the_same_run(archipel: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "method: {name: noloco, inner_steps: 4}\ntopology: internet-4\nprofile: pythia-70m-h100\n"
+        "task: {name: synthetic, layers: 1, width: 16, heads: 2, sequence: 16, valid_sequences: 8, lr: 1e-3}\n"
+        "run: {steps: 100, seed: 3, evaluations: 2}\n"
+    )
+    first = archipel("run", recipe, "--processes", 1, "--out", tmp_path / "a", "--json")
+    assert first.code == 0, first.err
+    [run] = json.loads(first.out)["runs"]
+    assert set(run) >= RUN_KEYS
+    assert run["seed"] == 3
+    assert run["replica_std"] > 0
+    filled = tmp_path / "a" / "noloco-seed3" / "recipe.yaml"
+    assert yaml.safe_load(filled.read_text())["method"]["gamma"] == 0.7
+    assert archipel("run", filled, "--processes", 1, "--out", tmp_path / "b").code == 0
+    for name in ("metrics.jsonl", "weights.safetensors", "recipe.yaml"):
+        same = Path("noloco-seed3") / name
+        assert (tmp_path / "a" / same).read_bytes() == (tmp_path / "b" / same).read_bytes()
+    assert (
+        sum(tensor.numel() for tensor in load_file(filled.with_name("weights.safetensors")).values()) == 64 * 16 + 16 * 16 * 13 + 48
+    )
+
+
+def test_tokens_are_steps_times_the_size_of_a_batch(archipel: Any, tmp_path: Path) -> None:
+    answer = archipel(
+        "compare", "--methods", "diloco", "--task", "synthetic", "--tokens", 6400, "--topology", "one-node",
+        "--processes", 1, "--out", tmp_path / "out", "--json", "--set", "diloco.inner_steps=10", *SMALL,
+    )  # fmt: skip
+    [run] = json.loads(answer.out)["runs"]
+    assert (run["inner_steps"], run["tokens"]) == (100, 6400)
+    assert run["time_to_target_s"] == run["time_s"]
+
+
+def test_overrides_reach_a_preset_topology_and_a_profile(archipel: Any, tmp_path: Path) -> None:
+    def seconds(*overrides: str) -> float:
+        sets = [part for override in overrides for part in ("--set", override)]
+        answer = archipel(
+            "compare", "--methods", "diloco", "--task", "none", "--steps", 512, "--json", "--out", tmp_path / "out", *sets
+        )
+        assert answer.code == 0, answer.err
+        return json.loads(answer.out)["runs"][0]["time_s"]
+
+    base = seconds()
+    assert base == pytest.approx(97.93653652571933)
+    assert seconds("profile.step_time_s=0.476782") == pytest.approx(base + 32 * 0.238391 * 0.907 / 0.107)
+    assert seconds("topology.collective=tree") == pytest.approx(
+        base - 2 * 15 / 16 * 281706496 * 8 / 0.127e9 + 8 * 281706496 * 8 / 0.117e9
+    )
+
+
+def test_a_method_of_ones_own_is_one_file(archipel: Any, tmp_path: Path) -> None:
+    """The example in CONTRIBUTING.md, as it stands there."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "local_sgd.py").write_text(code)
+    answer = archipel(
+        "compare", "--methods", f"{tmp_path}/local_sgd.py,diloco", "--task", "none", "--steps", 1024, "--json",
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert answer.code == 0, answer.err
+    runs = {run["label"]: run for run in json.loads(answer.out)["runs"]}
+    assert runs["local_sgd"]["time_s"] == runs["diloco"]["time_s"]
+
+
+def test_a_run_directory_is_replaced_and_nothing_else_is_touched(archipel: Any, tmp_path: Path) -> None:
+    common = ("compare", "--methods", "diloco", "--task", "none", "--out", tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert archipel(*common, "--steps", 512).code == 0
+    assert archipel(*common, "--steps", 1024).code == 0
+    assert json.loads((tmp_path / "diloco-seed0" / "summary.json").read_text())["inner_steps"] == 1024
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    (tmp_path / "diloco-seed0" / "summary.json").unlink()
+    refused = archipel(*common, "--steps", 512)
+    assert refused.code == 2
+    assert refused.err == f"archipel: --out {tmp_path}: {tmp_path}/diloco-seed0 is there already and is not a run directory\n"
+
+
+def test_ctrl_c_leaves_what_was_finished(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from archipel.simulator import Simulator
+
+    handle, count = Simulator._handle, 0
+
+    def interrupted(self: Simulator, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 5000:
+            raise KeyboardInterrupt
+        handle(self, *arguments)
+
+    monkeypatch.setattr(Simulator, "_handle", interrupted)
+    answer = archipel("compare", "--methods", "async_local_sgd", "--task", "none", "--out", tmp_path / "out", "--steps", 10**6)
+    assert answer.code == 130
+    assert answer.err.splitlines()[-1] == f"archipel: interrupted; what happened until then is in {tmp_path}/out"
+    assert json.loads((tmp_path / "out" / "async_local_sgd-seed0" / "summary.json").read_text())["stopped"] == "interrupted"
