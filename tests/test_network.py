@@ -38,9 +38,7 @@ A, B = NodeId("a", "w0"), NodeId("b", "w0")
 # Messages
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "gbit_s"), [("r0", "r1", 0.537), ("r1", "r0", 0.537), ("r3", "r1", 0.117), ("r2", "r2", 100)]
-)
+@pytest.mark.parametrize(("a", "b", "gbit_s"), [("r0", "r1", 0.537), ("r1", "r0", 0.537), ("r3", "r1", 0.117), ("r2", "r2", 100)])
 def test_a_message_takes_its_bytes_over_the_bandwidth(a: str, b: str, gbit_s: float) -> None:
     seconds = network(load_topology("halos-4x4")).message_s(NodeId(a, "w0"), NodeId(b, "server0"), MODEL_BYTES)
     assert seconds == MODEL_BYTES / (gbit_s * 1e9 / 8)

@@ -223,7 +223,9 @@ def test_the_last_of_two_overrides_holds(written: Any) -> None:
 
 
 def test_a_name_in_the_file_can_be_built_on(written: Any) -> None:
-    recipe = written("method: halos\ntopology: two-regions\nprofile: pythia-70m-h100", "topology.sharing=fair", "profile.step_time_s=1")
+    recipe = written(
+        "method: halos\ntopology: two-regions\nprofile: pythia-70m-h100", "topology.sharing=fair", "profile.step_time_s=1"
+    )
     assert recipe.topology == load_topology("two-regions").model_copy(update={"sharing": "fair"})
     assert recipe.profile == PROFILES["pythia-70m-h100"].model_copy(update={"step_time_s": 1})
 
@@ -280,8 +282,7 @@ def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> No
     with pytest.raises(UserError) as error:
         written("method: halos", "tsak.width=64")
     assert str(error.value) == (
-        "--set tsak.width=64: unknown section 'tsak' (did you mean 'task'?); "
-        "allowed: method, topology, profile, task, run, label"
+        "--set tsak.width=64: unknown section 'tsak' (did you mean 'task'?); allowed: method, topology, profile, task, run, label"
     )
 
 
@@ -332,7 +333,10 @@ def test_a_key_given_twice_is_refused(written: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ({}, "recipe: `method` is required, for example `method: halos`; methods: async_local_sgd, diloco, halos, noloco, sync_sgd"),
+        (
+            {},
+            "recipe: `method` is required, for example `method: halos`; methods: async_local_sgd, diloco, halos, noloco, sync_sgd",
+        ),
         (
             halos(topologie="one-node"),
             "recipe: unknown key 'topologie' (did you mean 'topology'?); allowed: method, topology, profile, task, run, label",

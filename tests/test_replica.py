@@ -284,6 +284,25 @@ def test_the_state_is_a_flag_and_what_the_optimizer_keeps() -> None:
     assert shapes == [(), (5, 6), (5,), (3, 5), (3,)]
 
 
+class CountingByGroup(torch.optim.Optimizer):
+    """SGD whose rate falls with a count that all parameters share, kept as schedule-free optimizers keep theirs."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["k"])
+
+
+# BUG: a worker's state holds what the optimizer keeps for each parameter, not what it keeps in its groups: all workers share that.
+def test_what_an_optimizer_keeps_in_its_groups_belongs_to_the_worker() -> None:
+    assert_trains_as_a_plain_loop(replace(TASK, optimizer=lambda module: CountingByGroup(module.parameters())))
+
+
 def test_making_a_replica_moves_no_weight() -> None:
     """The step that finds out what the optimizer keeps is undone; AdamW's decay moves weights without any gradient."""
     replica = replica_of(TASK)

@@ -312,7 +312,7 @@ def test_numbers_in_quotes_and_truth_values_are_not_numbers(fields: dict[str, An
 
 # Tasks of the user's own
 
-CONV = '''
+CONV = """
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -343,7 +343,7 @@ def make_nothing():
 
 
 answer = 42
-'''
+"""
 
 
 @pytest.fixture

@@ -206,8 +206,7 @@ def test_an_unknown_key_names_the_nearest_and_all() -> None:
 )
 def test_an_unknown_key_of_a_link_says_where_it_is(where: str, fields: dict[str, Any]) -> None:
     assert problem({**TWO, **fields}) == (
-        f"{where}: unknown key 'bandwith_gbit_s' (did you mean 'bandwidth_gbit_s'?); "
-        "allowed: bandwidth_gbit_s, latency_ms, jitter"
+        f"{where}: unknown key 'bandwith_gbit_s' (did you mean 'bandwidth_gbit_s'?); allowed: bandwidth_gbit_s, latency_ms, jitter"
     )
 
 
@@ -254,9 +253,7 @@ def test_there_must_be_workers() -> None:
 
 @pytest.mark.parametrize("name", ["a/b", "", "a b", "a\nb"])
 def test_a_region_name_must_be_plain(name: str) -> None:
-    assert problem({"regions": {name: [1.0]}}) == (
-        f"topology.regions: region name {name!r}: use letters, digits, '.', '_' and '-'"
-    )
+    assert problem({"regions": {name: [1.0]}}) == (f"topology.regions: region name {name!r}: use letters, digits, '.', '_' and '-'")
 
 
 def test_a_link_to_an_unknown_region_names_the_nearest() -> None:

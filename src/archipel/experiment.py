@@ -14,6 +14,7 @@ import platform
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,8 @@ def open_pool(recipe: Recipe, processes: int | None) -> Iterator[Pool | None]:
         yield None
         return
     with Pool(recipe.task, [worker.id for worker in recipe.topology.workers], processes) as pool:
+        if pool.task.autocast == torch.bfloat16 and "cpu" in pool.devices and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            warnings.warn("this CPU has no bf16 arithmetic and emulates it; precision fp32 is many times faster", stacklevel=2)
         torch.set_num_threads(1)  # outer steps must not take the pool's cores
         try:
             yield pool
