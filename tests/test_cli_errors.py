@@ -10,7 +10,7 @@ import pytest
 
 from archipel import cli
 
-COMPARE = ("compare", "--task", "none", "--steps", "64", "--methods")
+COMPARE = ("compare", "--task", "none", "--steps", "2000", "--methods")
 
 
 @pytest.fixture
@@ -60,7 +60,8 @@ def test_what_is_right_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
                           "my_method.py (did you mean 'diloco'?)"),
         ("", "--methods '': name at least one of async_local_sgd, diloco, halos, noloco, sync_sgd"),
         ("halos, halos", "--methods: halos is named twice"),
-        ("diloco+dynamic", "--methods diloco+dynamic: diloco has no flag 'dynamic' (did you mean 'dynamic_steps'?); its flags: dynamic_steps"),
+        ("diloco+dynamic", "--methods diloco+dynamic: diloco has no flag 'dynamic' (did you mean 'dynamic_steps'?); "
+                           "its flags: dynamic_steps"),
         ("sync_sgd+fast", "--methods sync_sgd+fast: sync_sgd has no flag 'fast'; its flags: none"),
         ("no/own.py", "method = 'no/own.py': there is no file 'no/own.py'"),
     ],
@@ -81,7 +82,7 @@ def test_methods_that_cannot_be_compared(refused: Any, methods: str, text: str) 
         (("--topology", "DIR/no.yaml"), "topology file DIR/no.yaml: No such file or directory"),
         (("--profile", "pythia"), "profile = 'pythia': allowed are pythia-70m-h100, measured (did you mean 'pythia-70m-h100'?)"),
         (("--profile", "measured"), "profile = 'measured': task none trains nothing that could be measured"),
-        (("--tokens", "640"), "run: steps = 64 and tokens = 640 are both given; give one of them"),
+        (("--tokens", "640"), "run: steps = 2000 and tokens = 640 are both given; give one of them"),
     ],
 )
 def test_choices_that_cannot_be_had(refused: Any, arguments: tuple[str, ...], text: str) -> None:
@@ -146,11 +147,13 @@ def test_heads_that_do_not_divide_the_width(refused: Any, tmp_path: Path) -> Non
         ("task.width=64", "task.width: unknown key 'width'; allowed: name"),
         (
             "run.seeds=3",
-            "run.seeds: unknown key 'seeds' (did you mean 'seed'?); allowed: steps, tokens, seconds, target_loss, seed, evaluations",
+            "run.seeds: unknown key 'seeds' (did you mean 'seed'?); "
+            "allowed: steps, tokens, seconds, target_loss, seed, evaluations",
         ),
         ("run.seed=one", "run.seed = 'one': should be a valid integer"),
         ("topology.sharing=fairly", "topology.sharing = 'fairly': should be 'none' or 'fair'"),
-        ("topology.regions={a: []}", "topology.regions: there are no workers: give at least one region a list of speeds such as [1.0, 0.5]"),
+        ("topology.regions={a: []}", "topology.regions: there are no workers: "
+                                     "give at least one region a list of speeds such as [1.0, 0.5]"),
         ("profile.step_time_s=0", "profile.step_time_s = 0: should be greater than 0"),
     ],
 )  # fmt: skip
@@ -197,7 +200,8 @@ def test_nodes_that_cannot_reach_each_other(refused: Any, tmp_path: Path, method
         ("", "recipe DIR/recipe.yaml: expected `key: value` lines, found NoneType"),
         ("task: none", "recipe: `method` is required, for example `method: halos`; "
                        "methods: async_local_sgd, diloco, halos, noloco, sync_sgd"),
-        ("metod: halos", "recipe: unknown key 'metod' (did you mean 'method'?); allowed: method, topology, profile, task, run, label"),
+        ("metod: halos", "recipe: unknown key 'metod' (did you mean 'method'?); "
+                         "allowed: method, topology, profile, task, run, label"),
         ("{method: halos, run: {steps: 5, tokens: 6}}", "run: steps = 5 and tokens = 6 are both given; give one of them"),
         ("{method: {name: diloco, inner_steps: 0}}", "diloco.inner_steps = 0: should be greater than or equal to 1"),
         ("{method: {name: diloco, outer_lr: fast}}", "diloco.outer_lr = 'fast': should be a valid number"),

@@ -1,4 +1,4 @@
-"""`data.py`: batches are a pure function of (seed, shard, index), held-out text stays out, and the synthetic source has the entropy it claims."""
+"""`data.py`: batches are a pure function of (seed, shard, index), held-out text stays out, the synthetic source has its entropy."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_each_top_level_folder_is_a_class(tmp_path: Path) -> None:
 def test_the_order_of_files_is_that_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {f"{name}.txt": name.encode() * 40 for name in "bac"})
     found = list(tmp_path.rglob("*"))
-    monkeypatch.setattr(Path, "rglob", lambda self, pattern: reversed(sorted(found)))
+    monkeypatch.setattr(Path, "rglob", lambda self, pattern: sorted(found, reverse=True))
     assert folder_corpus(tmp_path, length=2).train.tobytes() == b"a" * 38 + b"b" * 38 + b"c" * 38
 
 

@@ -258,8 +258,8 @@ def ends(arrivals: list[tuple[float, float]], bandwidth: float) -> list[float]:
 def ends_of_a_fluid(arrivals: list[tuple[float, float]], bandwidth: float) -> list[float]:
     """The same from the definition: the n(t) transfers under way have each passed V(t) bytes, dV/dt = bandwidth / n(t).
 
-    A transfer that starts at s leaves when V has grown by its size since s. Each piece of V between two starts or leavings is a straight
-    line; which comes next is found by looking at all.
+    A transfer that starts at s leaves when V has grown by its size since s. Between two starts or leavings V is a straight line;
+    which of them comes next is found by looking at all.
     """
     tags: dict[int, float] = {}
     result, clock, passed, started = [math.nan] * len(arrivals), 0.0, 0.0, 0

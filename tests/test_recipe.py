@@ -1,4 +1,4 @@
-"""`recipe.py` and `yamlfile.py`: what a recipe may leave out, that its filled-in copy is the same recipe, and each mistake's own line."""
+"""`recipe.py` and `yamlfile.py`: what a recipe may leave out, that its filled-in copy is the same, and each mistake's own line."""
 
 from __future__ import annotations
 
@@ -87,9 +87,8 @@ def test_a_methods_defaults_are_the_published_ones(method: str, published: dict[
 
 
 def test_a_name_alone_stands_for_a_section() -> None:
-    short = parse_recipe({"method": "noloco", "topology": "two-regions", "profile": "pythia-70m-h100", "task": "none"})
-    long = parse_recipe({key: {"name": name} for key, name in
-                         (("method", "noloco"), ("topology", "two-regions"), ("profile", "pythia-70m-h100"), ("task", "none"))})  # fmt: skip
+    names = {"method": "noloco", "topology": "two-regions", "profile": "pythia-70m-h100", "task": "none"}
+    short, long = parse_recipe(names), parse_recipe({key: {"name": name} for key, name in names.items()})
     assert short == long
 
 
@@ -142,9 +141,14 @@ def test_the_filled_in_copy_of_each_topology_is_the_same_recipe(topology: Any) -
 
 @pytest.mark.parametrize(
     "task",
-    ["none", "own.py:make", {"name": "text", "path": "a b/ü: #1"}, {"name": "synthetic", "lr": 1e-5, "gradient_clip": None, "dirichlet": 0.5}],
+    [
+        "none",
+        "own.py:make",
+        {"name": "text", "path": "a b/ü: #1"},
+        {"name": "synthetic", "lr": 1e-5, "gradient_clip": None, "dirichlet": 0.5},
+    ],
     ids=["none", "own", "text", "synthetic"],
-)  # fmt: skip
+)
 def test_the_filled_in_copy_of_each_task_is_the_same_recipe(task: Any) -> None:
     recipe = parse_recipe(halos(task=task))
     assert read_back(recipe) == recipe

@@ -1,4 +1,4 @@
-"""`replica.py` against plain loops of torch: a worker's inner steps are those that anybody would write, whoever else uses the replica."""
+"""`replica.py` against plain loops of torch: a worker's inner steps are what anybody would write, whoever else uses the replica."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from inline import PROFILE, Quadratic, model_of, simulator
 
 from archipel.actor import Actor, Context, Message, NodeId, Trained
-from archipel.errors import Diverged, TrainingError
+from archipel.errors import Diverged, TrainingError, UserError
 from archipel.simulator import Stop
 from archipel.topology import Link, Profile, RegionLink, Topology
 
@@ -254,6 +254,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_when() -> None:
     assert str(error.value) == (
         "worker r0/w0: the training loss is nan at its inner step 0, after 7.6 s on the virtual clock; try a lower learning rate"
     )
+
+
+def test_a_run_whose_model_never_changes_is_stopped() -> None:
+    """K larger than all updates of the run: the local server would never report."""
+    sim = simulator("halos", Quadratic(), topology="halos-4x4", settings={"accumulate": 10**9}, steps=100)
+    with pytest.raises(UserError, match=r"^the workers have taken 1,0\d\d inner steps since the model to take home last changed"):
+        sim.run()
+
+
+def test_one_long_round_is_no_such_run() -> None:
+    sim = simulator("diloco", Quadratic(), topology="halos-4x4", settings={"inner_steps": 1000}, steps=100)
+    sim.run()
+    assert sim.absorbed == 16_000
 
 
 def test_idle_time_counts_a_step_that_is_cut_by_the_end_of_the_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_a_run_may_be_all_warm_up() -> None:
 def test_the_factor_rises_then_falls_between_final_and_one(warmup: float, final: float, total: float, parts: list[float]) -> None:
     schedule = Schedule(warmup, final)
     factors = [(part * total, schedule.factor(part * total, total)) for part in sorted(parts)]
-    for (step, factor), (_, following) in zip(factors, factors[1:], strict=False):
+    for (step, factor), (_, following) in pairwise(factors):
         if step >= warmup * total:
             assert following <= factor + 1e-12
             assert final - 1e-12 <= following <= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -166,35 +168,35 @@ def test_a_model_without_parameters_has_an_empty_vector() -> None:
 def test_two_parameters_in_one_memory_are_refused() -> None:
     module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     module["b"].weight = nn.Parameter(module["a"].weight.data)
-    with pytest.raises(ValueError) as error:
-        Layout.of(module)
-    assert str(error.value) == (
+    text = (
         "parameters 'a.weight' and 'b.weight' share memory but are two objects; "
         "tie them by assigning the same nn.Parameter to both places"
     )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        Layout.of(module)
 
 
 # BUG: Layout.of compares the first address only, so that an overlap goes unseen.
 def test_a_parameter_inside_another_ones_memory_is_refused() -> None:
     whole = torch.zeros(2, 3)
     module = nn.ParameterDict({"whole": nn.Parameter(whole), "row": nn.Parameter(whole[1])})
-    with pytest.raises(ValueError, match="^parameters 'whole' and 'row' share memory but are two objects; "):
+    with pytest.raises(ValueError, match=r"^parameters 'whole' and 'row' share memory but are two objects; "):
         Layout.of(module)
 
 
 def test_a_complex_parameter_is_refused() -> None:
     module = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
-    with pytest.raises(ValueError) as error:
+    text = "parameter 'phase' is torch.complex64; only floating-point parameters can be trained here"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         Layout.of(module)
-    assert str(error.value) == "parameter 'phase' is torch.complex64; only floating-point parameters can be trained here"
 
 
 @pytest.mark.parametrize("shape", [(14,), (16,), (1, 15), ()])
 def test_a_vector_of_another_length_is_refused(shape: tuple[int, ...]) -> None:
     module = nn.Linear(4, 3)
-    with pytest.raises(ValueError) as error:
+    text = f"the vector has shape {shape}, this model's weights need (15,)"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         Layout.of(module).write(module, torch.zeros(shape))
-    assert str(error.value) == f"the vector has shape {shape}, this model's weights need (15,)"
 
 
 def test_a_refused_vector_changes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The small default model: a GPT in the shape of GPT-2 with pre-normalisation, tied embeddings and no biases.
+"""The small default model: a GPT with pre-normalisation, squared ReLU, tied embeddings and no biases.
 
 What belongs here: the model and its sizes. What does not: its data, its optimizer, or how it is trained.
 """
@@ -28,7 +28,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Shape (batch, sequence, width) in and out."""
         x = x + self.attention_out(causal_attention(self.attention_in(self.norm_1(x)), self.heads))
-        y: Tensor = self.mlp_out(F.gelu(self.mlp_in(self.norm_2(x)), approximate="tanh"))
+        y: Tensor = self.mlp_out(F.relu(self.mlp_in(self.norm_2(x))).square())
         return x + y
 
 

@@ -12,6 +12,7 @@ the same virtual time really train at the same time.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from archipel import outer
 from archipel.actor import Actor, Gradient, Group, Message, NodeId, Reduced, Start, Trained, Vector, Worker
-from archipel.errors import Diverged, TrainingError
+from archipel.errors import Diverged, TrainingError, UserError
 from archipel.metrics import Evaluation, Recorder, Training
 from archipel.network import FairLink, Network
 from archipel.pool import Promise, Trainer
@@ -55,6 +56,7 @@ class Finish:
 
     worker: NodeId
     answer: Promise
+    steps: int
     progress: int
 
 
@@ -132,6 +134,7 @@ class Simulator:
         self.heap: list[tuple[float, int, Event]] = []
         self.sequence = 0
         self.training: set[NodeId] = set()
+        self.unabsorbed: Counter[NodeId] = Counter()  # inner steps since the model to take home last changed
         self.gathering: dict[Group, dict[NodeId, Vector]] = {}
         self.last_arrival_s: dict[tuple[NodeId, NodeId], float] = {}
         self.shared: dict[tuple[str, str], SharedLink] = {}
@@ -196,10 +199,12 @@ class Simulator:
         if actor.absorbed != before:
             self.absorbed += actor.absorbed - before
             self.changed = True
+            self.unabsorbed.clear()
             self.recorder.on_progress(self.absorbed, self.now)
 
     def _answer(self, event: Finish) -> Message:
         self.training.discard(event.worker)
+        self._check_plan(event)
         try:
             answer: Message = event.answer.result()
         except Diverged as error:
@@ -211,19 +216,29 @@ class Simulator:
                 self._trained(event, 1, loss)
         return answer
 
+    def _check_plan(self, event: Finish) -> None:
+        """Stop a run that would never end, because its workers train on and on and no outer step is taken."""
+        plan, taken = self.stop.steps, self.unabsorbed
+        if plan is not None and taken[event.worker] and taken.total() > 10 * plan:
+            raise UserError(
+                f"the workers have taken {taken.total():,} inner steps since the model to take home last changed, and the run is "
+                f"planned for {plan:,}: outer steps come too seldom; lower inner_steps or accumulate, or give the run more steps"
+            )
+        taken[event.worker] += event.steps
+
     def _trained(self, event: Finish, steps: int, loss: float) -> None:
         self.recorder.trainings.append(Training(self.now, event.worker, steps, loss, event.progress))
 
     # What contexts ask for
 
-    def start_training(self, worker: NodeId, seconds: float, answer: Promise, progress: int) -> None:
-        """A worker computes for `seconds`; it must not be computing already."""
+    def start_training(self, worker: NodeId, seconds: float, answer: Promise, steps: int, progress: int) -> None:
+        """A worker takes `steps` inner steps in `seconds`; it must not be computing already."""
         if worker in self.training:
             raise TrainingError(f"{worker} asked to train while it is training: a method's worker has one job at a time")
         self.training.add(worker)
         if seconds:
             self.recorder.computes(worker, self.now, self.now + seconds)
-        self._push(self.now + seconds, Finish(worker, answer, progress))
+        self._push(self.now + seconds, Finish(worker, answer, steps, progress))
 
     def send(self, sender: NodeId, to: NodeId, message: Message) -> None:
         if to not in self.actors:
@@ -377,18 +392,18 @@ class NodeContext:
         simulator = self.simulator
         seconds = steps * simulator.step_time_s[self.me]
         answer = simulator.trainer.train(self.me, theta, steps, progress, self.now + seconds)
-        simulator.start_training(self.me, seconds, answer, progress)
+        simulator.start_training(self.me, seconds, answer, steps, progress)
 
     def gradient(self, theta: Vector, progress: int) -> None:
         simulator = self.simulator
         seconds = simulator.step_time_s[self.me]
         answer = simulator.trainer.gradient(self.me, theta, self.now + seconds)
-        simulator.start_training(self.me, seconds, answer, progress)
+        simulator.start_training(self.me, seconds, answer, 1, progress)
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
         # The profile's step time holds the optimizer's part already.
         answer = self.simulator.trainer.apply(self.me, theta, gradient, progress, self.now)
-        self.simulator.start_training(self.me, 0.0, answer, progress)
+        self.simulator.start_training(self.me, 0.0, answer, 0, progress)
 
     def all_reduce(self, group: Group, vector: Vector) -> None:
         self.simulator.all_reduce(self.me, group, vector)

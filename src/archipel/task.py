@@ -106,8 +106,8 @@ class GptTask(TaskConfig):
     """What the built-in language tasks share: a small GPT, and AdamW as published (HALoS, arXiv 2506.04531) but for the sizes."""
 
     layers: int = Field(2, ge=1)
-    width: int = Field(48, ge=1)
-    heads: int = Field(3, ge=1)
+    width: int = Field(32, ge=1)
+    heads: int = Field(2, ge=1)
     sequence: int = Field(64, ge=2, description="tokens per sequence")
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
     valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
