@@ -99,7 +99,7 @@ def test_the_published_time_of_a_ring_all_reduce() -> None:
 def test_a_ring_of_one_region_has_local_links_only() -> None:
     topology = Topology(regions={"a": [1.0] * 4}, local=Link(bandwidth_gbit_s=8, latency_ms=2))
     cost = network(topology).all_reduce(group(topology), 4e9)
-    assert cost == Collective(seconds=pytest.approx(6 * (0.002 + 1.0)), messages=24, sent_bytes=24e9, slow_link_bytes=0)  # type: ignore[arg-type]
+    assert cost == Collective(seconds=pytest.approx(6 * (0.002 + 1.0)), messages=24, sent_bytes=24e9, slow_link_bytes=0)
 
 
 def test_the_local_link_can_be_the_slowest_of_a_ring() -> None:

@@ -193,7 +193,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -214,7 +214,7 @@ class Early(torch.optim.Optimizer):
                 self.state[parameter]["sum"] = parameter.detach().clone()
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["sum"].mul_(0.5).add_(parameter.grad)
@@ -291,7 +291,7 @@ class CountingByGroup(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1, "k": 0})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             group["k"] += 1
             for parameter in group["params"]:
@@ -340,7 +340,7 @@ def test_an_optimizer_that_makes_its_state_early_trains_strided_parameters() -> 
 
 def channels_last() -> nn.Module:
     conv = nn.Sequential(nn.Unflatten(1, (3, 2, 1)), nn.Conv2d(3, 3, (2, 1)), nn.Flatten())
-    return conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    return conv.to(memory_format=torch.channels_last)
 
 
 def test_channels_last_weights_train_as_in_a_plain_loop() -> None:
@@ -349,7 +349,7 @@ def test_channels_last_weights_train_as_in_a_plain_loop() -> None:
 
 def half_frozen() -> nn.Module:
     module = mlp()
-    module[0].requires_grad_(False)  # type: ignore[index]
+    module[0].requires_grad_(False)
     return module
 
 
@@ -358,7 +358,7 @@ def test_frozen_parameters_stay_and_the_rest_trains_as_in_a_plain_loop() -> None
     assert_trains_as_a_plain_loop(task)
     replica = replica_of(task)
     replica.train(fresh(replica), start(replica), SHARD, 5, 0, 0)
-    assert torch.equal(replica.module[0].weight, task.seeded_model(5)[0].weight)  # type: ignore[index]
+    assert torch.equal(replica.module[0].weight, task.seeded_model(5)[0].weight)
 
 
 def test_a_bf16_model_has_an_fp32_master() -> None:
@@ -415,7 +415,7 @@ def test_batch_norm_trains_as_in_a_plain_loop_and_its_statistics_stand_in_the_ve
     assert_trains_as_a_plain_loop(task)
     theta, losses = trained(task, [4])
     model, _ = plain_loop(task, len(losses))
-    torch.testing.assert_close(theta[-10:], torch.cat([model[1].running_mean, model[1].running_var]))  # type: ignore[index]
+    torch.testing.assert_close(theta[-10:], torch.cat([model[1].running_mean, model[1].running_var]))
 
 
 def test_batches_that_a_norm_has_seen_are_counted_by_worker() -> None:
@@ -432,7 +432,7 @@ def test_statistics_that_arrive_in_a_vector_are_gone_on_from() -> None:
     theta = start(replica)
     theta[-10:] = 4.0
     replica.train(fresh(replica), theta, SHARD, 1, 0, 0)
-    hidden = replica.task.seeded_model(5)[0](batches(SHARD, 0)[0]).detach()  # type: ignore[index]
+    hidden = replica.task.seeded_model(5)[0](batches(SHARD, 0)[0]).detach()
     expected = torch.cat([0.9 * 4 + 0.1 * hidden.mean(dim=0), 0.9 * 4 + 0.1 * hidden.var(dim=0)])
     torch.testing.assert_close(theta[-10:], expected)
 
@@ -543,7 +543,7 @@ def test_evaluations_in_between_change_no_bit_of_the_training() -> None:
 
 def partly_in_eval_mode() -> nn.Module:
     module = dropping()
-    module[1].eval()  # type: ignore[index]  # the usual way to keep the statistics of a pretrained model
+    module[1].eval()  # the usual way to keep the statistics of a pretrained model
     return module
 
 

@@ -60,7 +60,7 @@ def test_the_published_simulators_rules_are_the_default() -> None:
 def test_the_2x_preset_doubles_the_links_between_regions_only() -> None:
     plain, double = load_topology("halos-4x4"), load_topology("halos-4x4-2x")
     for a, b in combinations(plain.regions, 2):
-        assert double.link(a, b).bandwidth_gbit_s == 2 * plain.link(a, b).bandwidth_gbit_s  # type: ignore[union-attr]
+        assert double.link(a, b).bandwidth_gbit_s == 2 * plain.link(a, b).bandwidth_gbit_s
     assert double.local == plain.local
     assert double.regions == plain.regions
 
@@ -106,8 +106,8 @@ def test_units_are_bytes_and_seconds() -> None:
 def test_a_named_link_comes_before_the_default() -> None:
     fields = {"regions": {"a": [1], "b": [1], "c": [1]}, "links": [{"between": ["a", "b"], "bandwidth_gbit_s": 3}]}
     topology = parse_topology({**fields, "default": {"bandwidth_gbit_s": 1}})
-    assert topology.link("b", "a").bandwidth_gbit_s == 3  # type: ignore[union-attr]
-    assert topology.link("c", "a").bandwidth_gbit_s == 1  # type: ignore[union-attr]
+    assert topology.link("b", "a").bandwidth_gbit_s == 3
+    assert topology.link("c", "a").bandwidth_gbit_s == 1
 
 
 def test_without_a_default_other_regions_are_not_linked() -> None:
