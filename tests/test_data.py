@@ -154,7 +154,6 @@ def test_hidden_files_are_left_out(tmp_path: Path) -> None:
     assert ord("h") not in corpus.train
 
 
-# BUG: folder_corpus looks at a file's own name only, so that it reads all of `.git`.
 def test_files_in_hidden_folders_are_left_out(tmp_path: Path) -> None:
     corpus = folder_corpus(write(tmp_path, {"a": b"a" * 400, ".git/objects/1": b"h" * 400}), length=5)
     assert ord("h") not in corpus.train

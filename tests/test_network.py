@@ -221,7 +221,6 @@ def test_a_tree_waits_for_the_slowest_link_between_regions() -> None:
     assert (cost.messages, cost.slow_link_bytes) == (30, 6 * MODEL_BYTES)
 
 
-# BUG: network.all_reduce leaves the local link out of a tree over several regions.
 def test_a_tree_waits_for_the_local_link_if_that_is_the_slowest() -> None:
     local, default = Link(bandwidth_gbit_s=0.8), Link(bandwidth_gbit_s=8)
     topology = Topology(regions={"a": [1.0] * 2, "b": [1.0] * 2}, local=local, default=default, collective="tree")

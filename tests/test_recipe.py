@@ -175,7 +175,6 @@ def test_a_label_is_text_even_if_it_looks_otherwise(label: str) -> None:
     assert read_back(recipe).label == label
 
 
-# BUG: to_yaml writes with YAML 1.1's idea of a number, in which 1e3 is text, and leaves the quotes off.
 @pytest.mark.parametrize("name", ["1e3", "12e-1"])
 def test_names_that_look_like_a_power_of_ten_are_read_back(name: str) -> None:
     recipe = parse_recipe(halos(label=name, topology={"regions": {name: [1.0]}}))
@@ -234,7 +233,6 @@ def test_a_name_in_the_file_can_be_built_on(written: Any) -> None:
     assert recipe.profile == PROFILES["pythia-70m-h100"].model_copy(update={"step_time_s": 1})
 
 
-# BUG: an override of a section that the file leaves out is laid over nothing instead of over its default.
 @pytest.mark.parametrize("override", ["topology.sharing=fair", "profile.step_time_s=1"])
 def test_a_default_can_be_built_on(written: Any, override: str) -> None:
     place = override.partition(".")[0]
@@ -242,7 +240,6 @@ def test_a_default_can_be_built_on(written: Any, override: str) -> None:
     assert written("method: halos", override) == written(f"method: halos\n{place}: {name}", override)
 
 
-# BUG: the error of a malformed override gives halos.inner_steps=16 as an example, which `run` refuses (`compare` takes it).
 def test_a_methods_setting_goes_by_the_methods_name_too(written: Any) -> None:
     assert written("method: halos", "halos.inner_steps=16").config.inner_steps == 16
 
@@ -274,7 +271,6 @@ def test_an_override_must_be_yaml() -> None:
     assert str(error.value) == "--set run.seconds=[1: '[1' is not a value that YAML can read"
 
 
-# BUG: PyYAML raises a bare ValueError for these, which `parse` lets through: a traceback on the terminal.
 @pytest.mark.parametrize("value", ["2024-13-45", "0b_", "!!int x"])
 def test_a_value_that_yaml_takes_for_an_impossible_date_or_number_is_told_so(value: str) -> None:
     with pytest.raises(UserError) as error:
@@ -325,7 +321,6 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     assert str(error.value).startswith(f"recipe {path} is not YAML: ")
 
 
-# BUG: PyYAML takes the last of two equal keys and says nothing.
 def test_a_key_given_twice_is_refused(written: Any) -> None:
     with pytest.raises(UserError, match="steps"):
         written("method: halos\nrun: {steps: 10, seed: 1, steps: 20}")
@@ -418,12 +413,10 @@ def test_a_profile_is_known_or_whole(profile: Any, text: str) -> None:
     assert problem(halos(profile=profile)) == text
 
 
-# BUG: a profile of one key is taken for a name, and its name for text.
 def test_a_profile_that_lacks_a_key_says_which() -> None:
     assert problem(halos(profile={"model_bytes": 3})) == "profile.step_time_s: this key is required"
 
 
-# BUG: see above.
 def test_the_name_of_a_profile_is_text() -> None:
     assert problem(halos(profile={"name": ["a"], "model_bytes": 3, "step_time_s": 1.0})).startswith("profile.name = ['a']: ")
 

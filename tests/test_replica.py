@@ -298,7 +298,6 @@ class CountingByGroup(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=group["lr"] / group["k"])
 
 
-# BUG: a worker's state holds what the optimizer keeps for each parameter, not what it keeps in its groups: all workers share that.
 def test_what_an_optimizer_keeps_in_its_groups_belongs_to_the_worker() -> None:
     assert_trains_as_a_plain_loop(replace(TASK, optimizer=lambda module: CountingByGroup(module.parameters())))
 
@@ -333,7 +332,6 @@ def test_strided_parameters_train_as_in_a_plain_loop() -> None:
     assert_trains_as_a_plain_loop(with_model(Strided))
 
 
-# BUG: Adagrad makes its state for the model's own parameters, and the masters of strided or bf16 ones have none: KeyError.
 def test_an_optimizer_that_makes_its_state_early_trains_strided_parameters() -> None:
     assert_trains_as_a_plain_loop(replace(with_model(Strided), optimizer=lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1)))
 
@@ -451,7 +449,6 @@ class Averaging(nn.Module):
         return self.linear(x - self.seen)
 
 
-# BUG: Replica holds on to the tensors that were buffers when it was made, and these are no longer the module's.
 def test_buffers_that_a_model_replaces_stand_in_the_vector() -> None:
     assert_trains_as_a_plain_loop(with_model(Averaging))
 
@@ -547,7 +544,6 @@ def partly_in_eval_mode() -> nn.Module:
     return module
 
 
-# BUG: Replica.evaluate ends with module.train(), which also wakes what its maker had put into eval mode.
 def test_what_its_maker_put_into_eval_mode_stays_there() -> None:
     assert torch.equal(*evaluated_or_not(with_model(partly_in_eval_mode)))
 

@@ -296,14 +296,12 @@ def test_an_unknown_task_names_the_nearest() -> None:
     )
 
 
-# BUG: torch refuses these when the optimizer is made, with a traceback.
 @pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.95)])
 def test_betas_are_from_zero_to_below_one(betas: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="betas"):
         GptTask(name="stdlib", betas=betas)
 
 
-# BUG: TaskConfig takes anything that pydantic can turn into a number.
 @pytest.mark.parametrize("fields", [{"width": "64"}, {"layers": True}, {"lr": "0.1"}, {"valid_sequences": 8.0}])
 def test_numbers_in_quotes_and_truth_values_are_not_numbers(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):

@@ -278,7 +278,6 @@ def test_a_choice_names_what_is_allowed(key: str, text: str) -> None:
     assert problem({**TWO, key: "maybe"}) == f"topology.{key} = 'maybe': should be {text}"
 
 
-# BUG: Link, Profile and the speeds take anything that pydantic can turn into a number.
 def test_numbers_in_quotes_and_truth_values_are_not_numbers() -> None:
     for value in ("1", True):
         with pytest.raises(UserError, match=r"topology\.local\.bandwidth_gbit_s = "):

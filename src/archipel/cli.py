@@ -7,6 +7,7 @@ mend; 130: Ctrl-C). What does not: anything that a program could not also call.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +92,7 @@ def report_command(
     as_json: Json = False,
 ) -> None:
     """Table, plots and one HTML page from runs that were made before."""
+    _check_target(target_loss)
     found = [path for directory in directories for path in report.find(directory)]
     if not found:
         raise UserError(f"no run directory (a folder with summary.json) in {', '.join(map(str, directories))}")
@@ -144,6 +146,7 @@ def _method_fields(text: str) -> tuple[str, dict[str, Any]]:
 
 def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss: float | None, *, as_json: bool) -> None:
     """Simulate `recipes`, which share task and topology, one after the other, and show them."""
+    _check_target(target_loss)
     names = [f"{recipe.label}-seed{recipe.run.seed}" for recipe in recipes]
     experiment.prepare_output(out, names)
     with experiment.open_pool(recipes[0], processes) as pool, progress_of([recipe.label for recipe in recipes]) as begin:
@@ -212,6 +215,11 @@ def _plain_progress(name: str) -> experiment.Progress:
             )  # fmt: skip
 
     return progress
+
+
+def _check_target(target_loss: float | None) -> None:
+    if target_loss is not None and not math.isfinite(target_loss):
+        raise UserError(f"--target-loss {target_loss}: expected a finite number")
 
 
 def _dated(command: str) -> Path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -137,8 +137,15 @@ def folder_corpus(path: Path, length: int) -> Corpus:
     """
     if not path.exists():
         raise UserError(f"task.path: there is no file or folder {str(path)!r}")
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+    files = [path] if path.is_file() else sorted(_visible(path))
     return text_corpus(path.parent if path.is_file() else path, files, length, str(path))
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    """All files below `folder` that are not hidden, nor in a hidden folder."""
+    for file in folder.rglob("*"):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
+            yield file
 
 
 def text_corpus(root: Path, files: Iterable[Path], length: int, what: str) -> Corpus:

@@ -69,7 +69,8 @@ class Network:
                 return Collective(seconds, steps * n, steps * n * chunk, steps * len(between) * chunk)
             case "tree":
                 levels = 2 * math.ceil(math.log2(n))
-                links = [self.link(a, b) for a, b in itertools.combinations(regions, 2)] or [self.topology.local]
+                links = [self.link(a, b) for a, b in itertools.combinations(regions, 2)]
+                links += [self.topology.local] * (max(members.values()) > 1)
                 seconds = self.sum_of_slowest_s(links, size_bytes, levels)
                 edges, slow_edges = 2 * (n - 1), 2 * (len(regions) - 1)
                 return Collective(seconds, edges, edges * size_bytes, slow_edges * size_bytes)

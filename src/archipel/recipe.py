@@ -18,7 +18,7 @@ from archipel.actor import MethodConfig
 from archipel.errors import UserError, explain, nearest
 from archipel.task import TaskConfig, task_config
 from archipel.topology import MEASURED, PROFILES, Profile, Topology, load_topology, parse_topology
-from archipel.yamlfile import parse, read_mapping
+from archipel.yamlfile import dump, parse, read_mapping
 
 KEYS = ("method", "topology", "profile", "task", "run", "label")
 DEFAULT_TOPOLOGY = "halos-4x4"
@@ -69,7 +69,7 @@ class Recipe:
             "task": self.task.model_dump(mode="json"),
             "run": self.run.model_dump(mode="json"),
         }
-        return yaml.safe_dump(data, sort_keys=False)
+        return dump(data)
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
@@ -108,9 +108,11 @@ def read_recipe(path: Path, overrides: list[str]) -> Recipe:
     Raises:
         UserError: the file or what it says is wrong.
     """
-    data = read_mapping(path, "recipe")
+    data = {"topology": DEFAULT_TOPOLOGY, "profile": DEFAULT_PROFILE, **read_mapping(path, "recipe")}
+    method = section(data.get("method", {}), "method").get("name")
     for override in overrides:
         place, key, value = parse_override(override)
+        place = "method" if place == method else place
         if place not in KEYS:
             raise UserError(f"--set {override}: unknown section {place!r}{nearest(place, KEYS)}; allowed: {', '.join(KEYS)}")
         data[place] = {**section(data.get(place, {}), place), key: value}
@@ -167,14 +169,14 @@ def _topology(value: Any) -> Topology:
 
 def _profile(value: Any) -> Profile | None:
     fields = section(value, "profile")
-    name = fields.get("name", "custom")
-    if name == MEASURED and len(fields) == 1:
+    if fields == {"name": MEASURED}:
         return None
-    if name in PROFILES:
-        fields = {**PROFILES[name].model_dump(), **fields}
-    elif not isinstance(value, dict) or len(fields) == 1:
-        known = [*PROFILES, MEASURED]
-        raise UserError(f"profile = {name!r}: allowed are {', '.join(known)}{nearest(str(name), known)}")
+    match fields:
+        case {"name": str(name)} if name in PROFILES:
+            fields = {**PROFILES[name].model_dump(), **fields}
+        case {"name": str(name)} if len(fields) == 1:
+            known = [*PROFILES, MEASURED]
+            raise UserError(f"profile = {name!r}: allowed are {', '.join(known)}{nearest(name, known)}")
     try:
         return Profile.model_validate(fields)
     except ValidationError as error:

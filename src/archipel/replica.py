@@ -10,7 +10,9 @@ by `Replica.state_specs`, that live where the caller wants them: the pool keeps 
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,18 +84,20 @@ class Replica:
                 self.copied.append((parameter, master))
             master.grad = slot.view(self.gradient)
             masters[id(parameter)] = master
-        buffers = float_buffers(self.module).values()
-        self.buffers = [
-            (slot.view(self.theta), buffer) for slot, buffer in zip(self.layout.slots[len(masters) :], buffers, strict=True)
-        ]
-        self.integers = list(integer_buffers(self.module).values())
+        self.buffer_views = [slot.view(self.theta) for slot in self.layout.slots[len(masters) :]]
+        self.first_integers = [tensor.clone() for tensor in integer_buffers(self.module).values()]
         self.optimizer = task.optimizer(self.module)
         for group in self.optimizer.param_groups:
             group["params"] = [masters.get(id(parameter), parameter) for parameter in group["params"]]
             group.setdefault("initial_lr", group["lr"])
+        self.moved = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        # Some optimizers (Adagrad) make their state with themselves, and for the model's own parameters.
+        made = {masters.get(id(parameter), parameter): dict(entries) for parameter, entries in self.optimizer.state.items()}
+        self.optimizer.state = defaultdict(dict, made)
+        self.first_state = copy.deepcopy(self._places())
         self.optimizer_keys, optimizer_specs = self._dry_step()
         begun = TensorSpec((), torch.bool)
-        integer_specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in self.integers]
+        integer_specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in self.first_integers]
         self.state_specs = [begun, *integer_specs, *optimizer_specs]
 
     # What workers ask for. Vectors have shape (numel,) and are overwritten with the result; so is the worker's state.
@@ -101,8 +105,8 @@ class Replica:
     def reset(self, state: Sequence[Tensor]) -> None:
         """Make `state` that of a worker which has not begun."""
         state[0].fill_(False)
-        for kept, buffer in zip(state[1:], self.integers, strict=False):
-            kept.copy_(buffer)
+        for kept, first in zip(state[1:], self.first_integers, strict=False):
+            kept.copy_(first)
 
     def train(self, state: Sequence[Tensor], theta: Tensor, shard: Shard, steps: int, progress: int, cursor: int) -> list[float]:
         """Take `steps` inner steps from `theta`, on the batches from number `cursor` on; the losses before each step.
@@ -146,10 +150,12 @@ class Replica:
         """Mean loss of `theta` over the task's validation batches, alone in a list."""
         self._load(theta)
         shard = Shard(0, 1, 0, 1, self.run.seed, "valid")
+        modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         with torch.no_grad():
             total = sum(float(self._loss(shard, index)) for index in range(self.task.valid_batches))
-        self.module.train()
+        for module, training in modes:
+            module.training = training
         return [total / self.task.valid_batches]
 
     # How
@@ -170,7 +176,8 @@ class Replica:
         for parameter, master in self.copied:
             if parameter.grad is not None and master.grad is not None:
                 master.grad.copy_(parameter.grad)
-        for view, buffer in self.buffers:
+        # Looked up by name each time: a model may put a new tensor in a buffer's place.
+        for view, buffer in zip(self.buffer_views, float_buffers(self.module).values(), strict=True):
             view.copy_(buffer)
         return loss.detach()
 
@@ -195,7 +202,7 @@ class Replica:
     def _load(self, theta: Tensor) -> None:
         self.theta.copy_(theta)
         self._copy_masters()
-        for view, buffer in self.buffers:
+        for view, buffer in zip(self.buffer_views, float_buffers(self.module).values(), strict=True):
             buffer.copy_(view)
 
     def _copy_masters(self) -> None:
@@ -207,23 +214,26 @@ class Replica:
 
     @contextmanager
     def _integers(self, state: Sequence[Tensor]) -> Iterator[None]:
-        for kept, buffer in zip(state[1:], self.integers, strict=False):
+        for kept, buffer in zip(state[1:], integer_buffers(self.module).values(), strict=False):
             buffer.copy_(kept)
         yield
-        for kept, buffer in zip(state[1:], self.integers, strict=False):
+        for kept, buffer in zip(state[1:], integer_buffers(self.module).values(), strict=False):
             kept.copy_(buffer)
 
     @contextmanager
     def _optimizer(self, state: Sequence[Tensor]) -> Iterator[None]:
-        begun, tensors = state[0], state[1 + len(self.integers) :]
+        begun, tensors = state[0], state[1 + len(self.first_integers) :]
         self.optimizer.state.clear()
         if begun:
-            for (parameter, key, number), tensor in zip(self.optimizer_keys, tensors, strict=True):
+            for (place, key, number), tensor in zip(self.optimizer_keys, tensors, strict=True):
                 here = tensor if self.device.type == "cpu" else tensor.to(self.device)
-                self.optimizer.state[parameter][key] = number(here.item()) if number else here
+                self._place(place)[key] = number(here.item()) if number else here
+        else:
+            for place, entries in self.first_state.items():
+                self._place(place).update(copy.deepcopy(entries))
         yield
-        for (parameter, key, number), tensor in zip(self.optimizer_keys, tensors, strict=True):
-            value = self.optimizer.state[parameter][key]
+        for (place, key, number), tensor in zip(self.optimizer_keys, tensors, strict=True):
+            value = self._place(place)[key]
             if number:
                 tensor.fill_(value)
             elif value is not tensor:  # on the CPU, optimizers have mostly changed it in place
@@ -231,26 +241,40 @@ class Replica:
         begun.fill_(True)
 
     def _dry_step(self) -> tuple[list[StateKey], list[TensorSpec]]:
-        """What the optimizer keeps for each parameter, found out by taking a step and undoing it."""
+        """What the optimizer keeps from step to step, found out by taking one and undoing it."""
         before = self.theta.clone()
         self.optimizer.step()
         keys: list[StateKey] = []
         specs: list[TensorSpec] = []
-        for parameter, entries in self.optimizer.state.items():
+        for place, entries in self._places().items():
             for key, value in entries.items():
                 if isinstance(value, Tensor):
-                    keys.append((parameter, key, None))
+                    keys.append((place, key, None))
                     specs.append(TensorSpec(tuple(value.shape), value.dtype))
-                elif type(value) in (int, float):
-                    keys.append((parameter, key, type(value)))
+                elif type(value) in (int, float) and self.first_state.get(place, {}).get(key) != value:
+                    keys.append((place, key, type(value)))
                     specs.append(TensorSpec((), torch.float64))
-        self.optimizer.state.clear()
+        for place, entries in self.first_state.items():
+            self._place(place).update(copy.deepcopy(entries))
         self.theta.copy_(before)
         return keys, specs
 
+    def _places(self) -> dict[Place, dict[str, Any]]:
+        """Where the optimizer keeps things: a dict for each parameter, and one for each group, without what we set ourselves."""
+        ours = ("params", "lr", "initial_lr")
+        groups = [{key: value for key, value in group.items() if key not in ours} for group in self.optimizer.param_groups]
+        states = {("parameter", i): self.optimizer.state[parameter] for i, parameter in enumerate(self.moved)}
+        return {("group", i): group for i, group in enumerate(groups)} | states
 
-StateKey = tuple[Tensor, str, type[int] | type[float] | None]
-"""A parameter, the name of something that the optimizer keeps for it, and, if that is no tensor, the type of number it is."""
+    def _place(self, place: Place) -> dict[str, Any]:
+        kind, i = place
+        return self.optimizer.param_groups[i] if kind == "group" else self.optimizer.state[self.moved[i]]
+
+
+Place = tuple[str, int]
+"""Where an optimizer keeps something: `("parameter", i)` or `("group", i)`."""
+StateKey = tuple[Place, str, type[int] | type[float] | None]
+"""A place, the name of something there, and, if that is no tensor, the type of number it is."""
 
 
 def _finite(losses: list[Tensor], cursor: int) -> list[float]:

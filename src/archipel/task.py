@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -87,8 +87,13 @@ class Task:
             return self.model()
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TaskConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    """Base of the tasks' configurations: unknown keys and wrong types are refused, nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     name: str
 
 
@@ -112,7 +117,7 @@ class GptTask(TaskConfig):
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
     valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # YAML has lists, not tuples
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
     gradient_clip: float | None = Field(1.0, gt=0)

@@ -18,11 +18,11 @@ from archipel.actor import NodeId, Worker
 from archipel.errors import UserError, explain, nearest
 from archipel.yamlfile import read_mapping
 
-Speed = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=False)]
+Speed = Annotated[float, Field(gt=0)]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Link(Strict):
@@ -48,7 +48,7 @@ class Link(Strict):
 class RegionLink(Link):
     """A link between two regions."""
 
-    between: tuple[str, str]
+    between: tuple[str, str] = Field(strict=False)  # YAML has lists, not tuples
 
 
 class Topology(Strict):

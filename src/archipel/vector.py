@@ -9,7 +9,8 @@ A vector holds the trainable parameters first, each once however often it is tie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,16 +60,10 @@ class Layout:
             ValueError: two parameters are not the same object but share memory, so that a vector would untie them; or a
                 parameter is complex.
         """
-        owners: dict[int, str] = {}
         for name, parameter in parameters(module).items():
             if not parameter.is_floating_point():
                 raise ValueError(f"parameter {name!r} is {parameter.dtype}; only floating-point parameters can be trained here")
-            address = parameter.data_ptr()
-            if address and (other := owners.setdefault(address, name)) != name:
-                raise ValueError(
-                    f"parameters {other!r} and {name!r} share memory but are two objects; "
-                    "tie them by assigning the same nn.Parameter to both places"
-                )
+        _check_apart(parameters(module))
         tensors: dict[str, Tensor] = {**parameters(module), **float_buffers(module)}
         slots, start = [], 0
         for name, tensor in tensors.items():
@@ -130,6 +125,24 @@ def outer_gradient(start: Tensor, end: Tensor, parameters: int) -> Tensor:
     delta = start - end
     delta[parameters:] = end[parameters:]
     return delta
+
+
+def _check_apart(tensors: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if two of `tensors` share memory."""
+    # From the first byte of each to the byte behind its last one; in this order only neighbours can overlap first.
+    extents = []
+    for place, (name, tensor) in enumerate(tensors.items()):
+        if tensor.numel() and (start := tensor.data_ptr()):
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            extents.append((start, start + (last + 1) * tensor.element_size(), place, name))
+    extents.sort()
+    for (_, end, place, name), (start, _, other_place, other) in itertools.pairwise(extents):
+        if start < end:
+            first, second = (name, other) if place < other_place else (other, name)
+            raise ValueError(
+                f"parameters {first!r} and {second!r} share memory but are two objects; "
+                "tie them by assigning the same nn.Parameter to both places"
+            )
 
 
 def _name(name: str) -> str:

@@ -12,10 +12,22 @@ from archipel.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-3` as text, because there is no dot in it; YAML 1.2 and everybody else read a number."""
+    """Reads `1e-3` as a number, as YAML 1.2 and everybody else do (to YAML 1.1 it is text); refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if keys.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text that `_Loader` would read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def parse(text: str) -> Any:
@@ -24,7 +36,15 @@ def parse(text: str) -> Any:
     Raises:
         yaml.YAMLError: it is not YAML.
     """
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except ValueError as error:  # what looks like a date or a number and is none
+        raise yaml.YAMLError(str(error)) from None
+
+
+def dump(data: dict[str, Any]) -> str:
+    """`data` as YAML, keys in their order; `parse` reads it back."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
