@@ -323,4 +323,4 @@ def test_the_synthetic_source_is_the_same_every_time() -> None:
 def test_a_source_needs_two_tokens() -> None:
     with pytest.raises(UserError) as error:
         markov_corpus(vocabulary=6, sources=4)
-    assert str(error.value) == "task: a vocabulary of 6 gives each of 4 sources fewer than 2 tokens"
+    assert str(error.value) == "task: a vocabulary of 6 gives each of 4 sources 1 tokens; 2 to 512 are allowed"

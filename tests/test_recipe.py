@@ -98,7 +98,7 @@ def test_a_task_without_a_name_is_the_default_one() -> None:
 
 def test_a_preset_topology_can_be_changed() -> None:
     topology = parse_recipe(halos(topology={"name": "halos-4x4", "sharing": "fair"})).topology
-    assert topology == load_topology("halos-4x4").model_copy(update={"sharing": "fair"})
+    assert topology == load_topology("halos-4x4").model_copy(update={"sharing": "fair", "name": "halos-4x4 (changed)"})
 
 
 def test_a_topology_can_be_written_out() -> None:
@@ -107,7 +107,7 @@ def test_a_topology_can_be_written_out() -> None:
 
 def test_a_known_profile_can_be_changed() -> None:
     profile = parse_recipe(halos(profile={"name": "pythia-70m-h100", "step_time_s": 0.5})).profile
-    assert profile == Profile(name="pythia-70m-h100", model_bytes=281_706_496, step_time_s=0.5)
+    assert profile == Profile(name="pythia-70m-h100 (changed)", model_bytes=281_706_496, step_time_s=0.5)
 
 
 def test_a_profile_of_ones_own_needs_no_name() -> None:
@@ -229,8 +229,8 @@ def test_a_name_in_the_file_can_be_built_on(written: Any) -> None:
     recipe = written(
         "method: halos\ntopology: two-regions\nprofile: pythia-70m-h100", "topology.sharing=fair", "profile.step_time_s=1"
     )
-    assert recipe.topology == load_topology("two-regions").model_copy(update={"sharing": "fair"})
-    assert recipe.profile == PROFILES["pythia-70m-h100"].model_copy(update={"step_time_s": 1})
+    assert recipe.topology == load_topology("two-regions").model_copy(update={"sharing": "fair", "name": "two-regions (changed)"})
+    assert recipe.profile == PROFILES["pythia-70m-h100"].model_copy(update={"step_time_s": 1, "name": "pythia-70m-h100 (changed)"})
 
 
 @pytest.mark.parametrize("override", ["topology.sharing=fair", "profile.step_time_s=1"])

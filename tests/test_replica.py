@@ -205,20 +205,21 @@ class Counting(torch.optim.Optimizer):
 
 
 class Early(torch.optim.Optimizer):
-    """SGD with a running sum that starts at the weights and is there before the first step."""
+    """SGD with a running sum that starts at the weights, and a number that stays, both there before the first step."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["sum"] = parameter.detach().clone()
+                self.state[parameter] = {"sum": parameter.detach().clone(), "decay": 0.5}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["sum"].mul_(0.5).add_(parameter.grad)
-                parameter.sub_(self.state[parameter]["sum"], alpha=group["lr"])
+                state = self.state[parameter]
+                state["sum"].mul_(state["decay"]).add_(parameter.grad)
+                parameter.sub_(state["sum"], alpha=group["lr"])
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -232,7 +233,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
     "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.5),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.1),
-    # BUG: Replica clears what an optimizer has made of its state before its first step: KeyError.
     "early": Early,
 }
 

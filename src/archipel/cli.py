@@ -148,11 +148,13 @@ def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss
     """Simulate `recipes`, which share task and topology, one after the other, and show them."""
     _check_target(target_loss)
     names = [f"{recipe.label}-seed{recipe.run.seed}" for recipe in recipes]
-    experiment.prepare_output(out, names)
-    with experiment.open_pool(recipes[0], processes) as pool, progress_of([recipe.label for recipe in recipes]) as begin:
-        if pool and recipes[0].profile is None:
+    for recipe in recipes:
+        experiment.check_reachable(recipe)
+    with experiment.open_pool(recipes[0], processes) as pool, progress_of() as begin:
+        if recipes[0].profile is None:
             profile = experiment.measure_profile(pool)  # once, so that all methods run on one clock
             recipes = [replace(recipe, profile=profile) for recipe in recipes]
+        experiment.prepare_output(out, names)
         try:
             for recipe, name in zip(recipes, names, strict=True):
                 experiment.simulate(recipe, pool, out / name, begin(name))
@@ -176,7 +178,7 @@ def show(runs: list[report.Run], out: Path, target_loss: float | None, *, as_jso
 
 
 @contextmanager
-def progress_of(labels: Sequence[str]) -> Iterator[Callable[[str], experiment.Progress]]:
+def progress_of() -> Iterator[Callable[[str], experiment.Progress]]:
     """A bar a run on a terminal; elsewhere a plain line on stderr every tenth of a run."""
     if not log_console.is_terminal:
         yield _plain_progress
@@ -229,11 +231,16 @@ def _dated(command: str) -> Path:
 def main() -> None:
     """Run the command line and turn errors into one line and an exit code."""
     try:
-        app(standalone_mode=True)
+        sys.exit(app(standalone_mode=False) or 0)
     except UserError as error:
         _complain(error, 2)
     except TrainingError as error:
         _complain(error, 1)
+    except Exception as error:
+        # The option parser's own errors. Which package they come from depends on typer's version.
+        if not hasattr(error, "format_message"):
+            raise
+        _complain(error.format_message(), getattr(error, "exit_code", 2))
 
 
 def _complain(message: object, code: int) -> NoReturn:

@@ -10,6 +10,7 @@ a data cursor is one integer.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def region_weights(corpus: Corpus, shard: Shard, concentration: float) -> np.nda
 
 
 def stdlib_corpus(length: int) -> Corpus:
-    """The source of this Python's standard library, in bytes, without installed packages and tests; one class a package."""
+    """The source of this Python's standard library, in bytes, without installed packages and tests; one class a module."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)]
@@ -135,7 +136,7 @@ def folder_corpus(path: Path, length: int) -> Corpus:
     Raises:
         UserError: no such path, nothing in it, too little for one sequence, or a file that cannot be read.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # which, unlike Path.exists, is not upset by a name that is too long
         raise UserError(f"task.path: there is no file or folder {str(path)!r}")
     files = [path] if path.is_file() else sorted(_visible(path))
     return text_corpus(path.parent if path.is_file() else path, files, length, str(path))
@@ -165,7 +166,7 @@ def text_corpus(root: Path, files: Iterable[Path], length: int, what: str) -> Co
         elif i % HOLD_OUT == HOLD_OUT // 2:
             cut = 0
         valid.append(content[cut:])
-        classes.setdefault(name.split("/")[0] if "/" in name else ".", []).append(content[:cut])
+        classes.setdefault(name.split("/")[0], []).append(content[:cut])
     train = [tokens for parts in classes.values() if len(tokens := np.frombuffer(b"".join(parts), np.uint8)) >= length]
     held_out = np.frombuffer(b"".join(valid), np.uint8)
     size = sum(map(len, contents))
@@ -187,11 +188,11 @@ def markov_corpus(vocabulary: int, sources: int, tokens: int = 4_000_000) -> Cor
     possible loss is the mean of the chains' entropy rates. Each source is a class.
 
     Raises:
-        UserError: fewer than two tokens a source.
+        UserError: fewer than 2 tokens a source, or more than 512.
     """
     states = vocabulary // sources
-    if states < 2:
-        raise UserError(f"task: a vocabulary of {vocabulary} gives each of {sources} sources fewer than 2 tokens")
+    if not 2 <= states <= 512:
+        raise UserError(f"task: a vocabulary of {vocabulary} gives each of {sources} sources {states} tokens; 2 to 512 are allowed")
     rng = np.random.default_rng(0x3A4C0)
     train, valid, rates = [], [], []
     for source in range(sources):

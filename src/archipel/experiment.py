@@ -70,6 +70,13 @@ def measure_profile(pool: Pool | None) -> Profile:
     return Profile(name="measured", model_bytes=4 * pool.replica.layout.numel, step_time_s=pool.measure_step_time_s())
 
 
+def check_reachable(recipe: Recipe) -> None:
+    """Raise a `UserError` if a node of the recipe's method cannot reach another that it talks to."""
+    world = World(recipe.topology.workers, 0, recipe.run.seed)
+    actors = methods.load(recipe.method).build(recipe.config, world, torch.empty(0))
+    recipe.topology.check_reachable((actor.me, peer) for actor in actors for peer in actor.peers())
+
+
 def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
     """Inner steps that the run is planned for.
 
@@ -93,6 +100,7 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
         TrainingError: see `Simulator.run`.
     """
     started = time.perf_counter()
+    check_reachable(recipe)
     profile = recipe.profile or measure_profile(pool)
     recipe = replace(recipe, profile=profile)
     tokens_per_step = pool.task.tokens_per_step if pool else None
@@ -103,7 +111,6 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
     else:
         theta, parameters = torch.empty(0), 0
     actors = methods.load(recipe.method).build(recipe.config, World(workers, parameters, seed), theta)
-    recipe.topology.check_reachable((actor.me, peer) for actor in actors for peer in actor.peers())
     recorder = Recorder(on_progress=lambda absorbed, now: progress(min(absorbed, steps), steps, now))
     trainer: Trainer = pool or NoTraining()
     simulator = Simulator(

@@ -53,8 +53,8 @@ class Network:
 
         A ring takes 2(n − 1) steps, in each of which every member passes on a chunk of `size_bytes / n`; a step lasts
         as long as its slowest link. It visits the regions in the best of all orders (above 8 regions: in a greedy
-        one). A tree takes 2·ceil(log2 n) levels of whole vectors, each as long as the slowest link between any two of
-        the regions.
+        one). A tree takes 2·ceil(log2 n) levels of whole vectors over the slowest link inside or between the regions,
+        each as long as the slower one of a node's two messages.
         """
         members = Counter(node.region for node in group)
         n, regions = len(group), tuple(members)
@@ -71,7 +71,8 @@ class Network:
                 levels = 2 * math.ceil(math.log2(n))
                 links = [self.link(a, b) for a, b in itertools.combinations(regions, 2)]
                 links += [self.topology.local] * (max(members.values()) > 1)
-                seconds = self.sum_of_slowest_s(links, size_bytes, levels)
+                slowest = max(links, key=lambda link: link.latency_s + size_bytes / link.bandwidth_bytes_per_s)
+                seconds = self.sum_of_slowest_s([slowest] * (2 if n > 2 else 1), size_bytes, levels)
                 edges, slow_edges = 2 * (n - 1), 2 * (len(regions) - 1)
                 return Collective(seconds, edges, edges * size_bytes, slow_edges * size_bytes)
 

@@ -90,7 +90,8 @@ class DelayedNesterov:
         if weight:
             theta[:count].add_(self.velocity, alpha=-self.lr * weight * self.momentum)
         theta[:count].add_(g, alpha=-self.lr / self.buffer)
-        theta[count:].lerp_(gradient[count:], 1 / self.buffer)
+        if count < len(theta):
+            theta[count:].lerp_(gradient[count:], 1 / self.buffer)
 
 
 def nesterov(lr: float, momentum: float, parameters: int) -> Nesterov:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ def import_file(path: Path, place: str) -> ModuleType:
     Raises:
         UserError: there is no such file, or it is not a Python file.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"{place}: there is no file {str(path)!r}")
     spec = importlib.util.spec_from_file_location(f"archipel_user_{path.stem}", path)
     if spec is None or spec.loader is None:

@@ -147,7 +147,9 @@ def section(value: Any, name: str) -> dict[str, Any]:
 
 
 def _method(fields: dict[str, Any]) -> tuple[str, MethodConfig]:
-    name = str(fields.pop("name", None))
+    if "name" not in fields:
+        raise UserError(f"method: `name` is required; methods: {', '.join(methods.names())}")
+    name = str(fields.pop("name"))
     config = methods.load(name).Config
     try:
         return name, config.model_validate(fields)
@@ -160,7 +162,9 @@ def _topology(value: Any) -> Topology:
         case str():
             return load_topology(value)
         case dict() if "name" in value and "regions" not in value:  # a preset or file, and what differs from it
-            return parse_topology({**load_topology(str(value["name"])).model_dump(), **value})
+            base = load_topology(str(value["name"]))
+            topology = parse_topology({**base.model_dump(), **value})
+            return topology if topology == base else topology.model_copy(update={"name": f"{base.name} (changed)"})
         case dict():
             return parse_topology(value)
         case _:
@@ -174,6 +178,8 @@ def _profile(value: Any) -> Profile | None:
     match fields:
         case {"name": str(name)} if name in PROFILES:
             fields = {**PROFILES[name].model_dump(), **fields}
+            if fields != PROFILES[name].model_dump():
+                fields["name"] = f"{name} (changed)"
         case {"name": str(name)} if len(fields) == 1:
             known = [*PROFILES, MEASURED]
             raise UserError(f"profile = {name!r}: allowed are {', '.join(known)}{nearest(name, known)}")

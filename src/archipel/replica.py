@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from archipel.data import Shard
 from archipel.task import Task
-from archipel.vector import Layout, float_buffers, integer_buffers, parameters
+from archipel.vector import Layout, buffer_places, integer_buffers, parameters
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,10 @@ class Replica:
                 self.copied.append((parameter, master))
             master.grad = slot.view(self.gradient)
             masters[id(parameter)] = master
-        self.buffer_views = [slot.view(self.theta) for slot in self.layout.slots[len(masters) :]]
+        # Buffers are looked up by name each time: a model may put a new tensor in a buffer's place.
+        views = [slot.view(self.theta) for slot in self.layout.slots[len(masters) :]]
+        self.float_places = list(zip(views, buffer_places(self.module, floating=True), strict=True))
+        self.integer_places = buffer_places(self.module, floating=False)
         self.first_integers = [tensor.clone() for tensor in integer_buffers(self.module).values()]
         self.optimizer = task.optimizer(self.module)
         for group in self.optimizer.param_groups:
@@ -176,9 +179,8 @@ class Replica:
         for parameter, master in self.copied:
             if parameter.grad is not None and master.grad is not None:
                 master.grad.copy_(parameter.grad)
-        # Looked up by name each time: a model may put a new tensor in a buffer's place.
-        for view, buffer in zip(self.buffer_views, float_buffers(self.module).values(), strict=True):
-            view.copy_(buffer)
+        for view, (owner, name) in self.float_places:
+            view.copy_(getattr(owner, name))
         return loss.detach()
 
     def _seed(self, seed: int) -> None:
@@ -202,8 +204,8 @@ class Replica:
     def _load(self, theta: Tensor) -> None:
         self.theta.copy_(theta)
         self._copy_masters()
-        for view, buffer in zip(self.buffer_views, float_buffers(self.module).values(), strict=True):
-            buffer.copy_(view)
+        for view, (owner, name) in self.float_places:
+            getattr(owner, name).copy_(view)
 
     def _copy_masters(self) -> None:
         with torch.no_grad():
@@ -214,23 +216,23 @@ class Replica:
 
     @contextmanager
     def _integers(self, state: Sequence[Tensor]) -> Iterator[None]:
-        for kept, buffer in zip(state[1:], integer_buffers(self.module).values(), strict=False):
-            buffer.copy_(kept)
+        for kept, (owner, name) in zip(state[1:], self.integer_places, strict=False):
+            getattr(owner, name).copy_(kept)
         yield
-        for kept, buffer in zip(state[1:], integer_buffers(self.module).values(), strict=False):
-            kept.copy_(buffer)
+        for kept, (owner, name) in zip(state[1:], self.integer_places, strict=False):
+            kept.copy_(getattr(owner, name))
 
     @contextmanager
     def _optimizer(self, state: Sequence[Tensor]) -> Iterator[None]:
         begun, tensors = state[0], state[1 + len(self.first_integers) :]
         self.optimizer.state.clear()
+        entries = self.constants if begun else self.first_state
+        for place, entry in entries.items():
+            self._place(place).update(copy.deepcopy(entry))
         if begun:
             for (place, key, number), tensor in zip(self.optimizer_keys, tensors, strict=True):
                 here = tensor if self.device.type == "cpu" else tensor.to(self.device)
                 self._place(place)[key] = number(here.item()) if number else here
-        else:
-            for place, entries in self.first_state.items():
-                self._place(place).update(copy.deepcopy(entries))
         yield
         for (place, key, number), tensor in zip(self.optimizer_keys, tensors, strict=True):
             value = self._place(place)[key]
@@ -254,6 +256,12 @@ class Replica:
                 elif type(value) in (int, float) and self.first_state.get(place, {}).get(key) != value:
                     keys.append((place, key, type(value)))
                     specs.append(TensorSpec((), torch.float64))
+        # Flags and the like, which stay as the first step leaves them.
+        self.constants = {
+            place: constants
+            for place, entries in self._places().items()
+            if place[0] == "parameter" and (constants := {k: v for k, v in entries.items() if not isinstance(v, Tensor)})
+        }
         for place, entries in self.first_state.items():
             self._place(place).update(copy.deepcopy(entries))
         self.theta.copy_(before)

@@ -243,7 +243,7 @@ class Simulator:
     def send(self, sender: NodeId, to: NodeId, message: Message) -> None:
         if to not in self.actors:
             raise TrainingError(f"{sender} sent {type(message).__name__} to {to}, and there is no such node")
-        size_bytes = self.profile.model_bytes * sum(isinstance(getattr(message, part.name), Tensor) for part in fields(message))
+        size_bytes = self.profile.model_bytes * _vectors(message)
         deliver = Deliver(to, message, sender)
         if self.network.topology.sharing == "fair" and sender.region != to.region:
             self._share(deliver, size_bytes)
@@ -407,6 +407,17 @@ class NodeContext:
 
     def all_reduce(self, group: Group, vector: Vector) -> None:
         self.simulator.all_reduce(self.me, group, vector)
+
+
+def _vectors(message: Message) -> int:
+    """How many vectors a message carries."""
+    kind = type(message)
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(part.name for part in fields(message))
+    return sum(isinstance(getattr(message, name), Tensor) for name in _FIELDS[kind])
+
+
+_FIELDS: dict[type[Message], tuple[str, ...]] = {}
 
 
 def _first(texts: Iterator[str], count: int) -> str:

@@ -113,7 +113,7 @@ class GptTask(TaskConfig):
     layers: int = Field(2, ge=1)
     width: int = Field(32, ge=1)
     heads: int = Field(2, ge=1)
-    sequence: int = Field(64, ge=2, description="tokens per sequence")
+    sequence: int = Field(64, ge=2, le=65_536, description="tokens per sequence")
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
     valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
@@ -136,8 +136,8 @@ class SyntheticTask(GptTask):
     """Random Markov chains of known entropy: how far from the best possible loss is a number."""
 
     name: Literal["synthetic"] = "synthetic"
-    vocabulary: int = Field(64, ge=2, le=65_536)
-    sources: int = Field(4, ge=1)
+    vocabulary: int = Field(64, ge=2, le=8192)
+    sources: int = Field(4, ge=1, le=64)
 
 
 class TextTask(GptTask):

@@ -6,6 +6,7 @@ job's size. What does not: how long anything takes on it, see `network.py`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -198,7 +199,7 @@ def load_topology(spec: str) -> Topology:
             raise UserError(f"topology {spec!r}: the number of nodes must be from 1 to 10000")
         return _internet(nodes)
     path = Path(spec)
-    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+    if path.suffix not in (".yaml", ".yml") and not os.path.isfile(spec):
         known = [*PRESETS, "internet-N"]
         raise UserError(f"topology {spec!r} is neither a preset ({', '.join(known)}) nor a YAML file{nearest(spec, known)}")
     return parse_topology({"name": path.stem, **read_mapping(path, "topology file")})

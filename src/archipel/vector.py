@@ -63,7 +63,7 @@ class Layout:
         for name, parameter in parameters(module).items():
             if not parameter.is_floating_point():
                 raise ValueError(f"parameter {name!r} is {parameter.dtype}; only floating-point parameters can be trained here")
-        _check_apart(parameters(module))
+        _check_apart({_name(name): parameter for name, parameter in module.named_parameters()})
         tensors: dict[str, Tensor] = {**parameters(module), **float_buffers(module)}
         slots, start = [], 0
         for name, tensor in tensors.items():
@@ -107,12 +107,22 @@ def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Floating-point buffers by name, those that `state_dict` leaves out (masks, rotary tables) left out."""
-    return {name: tensor for name, tensor in _buffers(module) if tensor.is_floating_point()}
+    return {_name(name): tensor for name, tensor in _buffers(module) if tensor.is_floating_point()}
 
 
 def integer_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Integer and boolean buffers by name."""
-    return {name: tensor for name, tensor in _buffers(module) if not tensor.is_floating_point()}
+    return {_name(name): tensor for name, tensor in _buffers(module) if not tensor.is_floating_point()}
+
+
+def buffer_places(module: nn.Module, *, floating: bool) -> list[tuple[nn.Module, str]]:
+    """Owner and name of each floating-point buffer, or of each other one; in the order of `float_buffers`, `integer_buffers`."""
+    places = []
+    for path, tensor in _buffers(module):
+        if tensor.is_floating_point() == floating:
+            owner, _, name = path.rpartition(".")
+            places.append((module.get_submodule(owner), name))
+    return places
 
 
 def outer_gradient(start: Tensor, end: Tensor, parameters: int) -> Tensor:
@@ -123,7 +133,8 @@ def outer_gradient(start: Tensor, end: Tensor, parameters: int) -> Tensor:
     variance can turn negative).
     """
     delta = start - end
-    delta[parameters:] = end[parameters:]
+    if parameters < len(delta):
+        delta[parameters:] = end[parameters:]
     return delta
 
 
@@ -153,4 +164,4 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     kept = set(module.state_dict(keep_vars=True))
     for name, tensor in module.named_buffers():
         if name in kept:
-            yield _name(name), tensor
+            yield name, tensor

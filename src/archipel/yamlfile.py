@@ -60,5 +60,6 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise UserError(f"{what} {path}: expected `key: value` lines, found {type(data).__name__}")
+        found = "a key that is not text" if isinstance(data, dict) else type(data).__name__
+        raise UserError(f"{what} {path}: expected `key: value` lines, found {found}")
     return data
