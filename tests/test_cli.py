@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,37 @@ def test_a_method_of_ones_own_is_one_file(archipel: Any, tmp_path: Path) -> None
     assert answer.code == 0, answer.err
     runs = {run["label"]: run for run in json.loads(answer.out)["runs"]}
     assert runs["local_sgd"]["time_s"] == runs["diloco"]["time_s"]
+
+
+def test_the_theory_of_noloco(archipel: Any) -> None:
+    unstable = archipel("theory", "noloco", "--alpha", 0.9, "--beta", 0.7, "--gamma", 0.7).out
+    assert unstable.startswith("unstable: α = 0.9, β = 0.7, γ = 0.7, groups of 2, many workers, in the small-curvature limit")
+    assert "0.00 < γ < 0.38" in unstable
+    stable = archipel("theory", "noloco", "--alpha", 0.5).out
+    assert stable.startswith("stable: ")
+    assert "0.00 < γ < 1.50" in stable
+    verdict = json.loads(archipel("theory", "noloco", "--curvature", 0.01, "--workers", 4, "--inner-steps", 10, "--json").out)
+    assert set(verdict) == {
+        "stable", "spectral_radius_mean", "spectral_radius_spread", "gamma_min", "gamma_max", "gamma_max_limit", "gamma_best",
+        "workers", "group_size", "curvature", "inner_steps",
+    }  # fmt: skip
+    assert (verdict["workers"], verdict["curvature"], verdict["inner_steps"]) == (4, 0.01, 10)
+
+
+def test_noloco_warns_before_its_replicas_drift_apart(archipel: Any, tmp_path: Path) -> None:
+    def errors(*settings: str) -> str:
+        sets = [part for setting in settings for part in ("--set", setting)]
+        return archipel("compare", "--methods", "noloco", "--task", "none", "--steps", 800, "--out", tmp_path / "out", *sets).err
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        diverging = errors("noloco.alpha=0.9")
+        converging = errors("noloco.alpha=0.9", "noloco.gamma=0.2") + errors()
+    assert diverging.splitlines()[0] == (
+        "archipel: warning: noloco: gamma = 0.7 will drive the replicas apart: with alpha = 0.9, groups of 2 and 16 workers "
+        "they stay together for 0.00 < gamma < 0.40, and come together fastest with gamma = 0.01 (see: archipel theory noloco)"
+    )
+    assert "warning" not in converging
 
 
 def test_a_run_directory_is_replaced_and_nothing_else_is_touched(archipel: Any, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from archipel import experiment, methods, report
+from archipel import experiment, methods, report, theory
 from archipel.errors import TrainingError, UserError, nearest
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
 
@@ -99,6 +100,50 @@ def report_command(
     show([report.load(path) for path in found], out or directories[0], target_loss, as_json=as_json)
 
 
+theory_app = typer.Typer(help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(theory_app, name="theory")
+
+
+@theory_app.callback()
+def theory_command() -> None:
+    """What is known exactly about a method."""
+
+
+@theory_app.command("noloco")
+def theory_noloco(
+    alpha: Annotated[float, typer.Option(help="α: outer momentum.")] = 0.5,
+    beta: Annotated[float, typer.Option(help="β: outer learning rate.")] = 0.7,
+    gamma: Annotated[float, typer.Option(help="γ: averaging strength.")] = 0.7,
+    curvature: Annotated[float, typer.Option(help="ωλ: inner learning rate times curvature; 0: the limit.")] = 0.0,
+    inner_steps: Annotated[int, typer.Option(help="m: inner steps of an outer step.")] = 50,
+    workers: Annotated[int | None, typer.Option(help="N. Default: infinitely many.")] = None,
+    group_size: Annotated[int, typer.Option(help="n: workers that average together.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Do NoLoCo's replicas stay together? Exact second moments on a quadratic; nothing is trained."""
+    try:
+        verdict = theory.verdict(theory.Setting(alpha, beta, gamma, curvature, inner_steps, workers, group_size))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if as_json:
+        fields = asdict(verdict)
+        empty = {key: None for key, value in fields.items() if isinstance(value, float) and math.isnan(value)}
+        print(json.dumps(fields | empty, allow_nan=False))
+        return
+    limit = "in the small-curvature limit, which decides for a network"
+    where = f"curvature ωλ = {curvature}, m = {inner_steps}" if curvature else limit
+    crowd = f"{workers} workers" if workers else "many workers"
+    out_console.print(
+        f"{'stable' if verdict.stable else 'unstable'}: α = {alpha}, β = {beta}, γ = {gamma}, groups of {group_size}, {crowd}, {where}\n"
+        f"  stable window          {verdict.gamma_min:.2f} < γ < {verdict.gamma_max:.2f}\n"
+        f"  its limit              γ < {verdict.gamma_max_limit:.2f} (small curvature, many workers)\n"
+        f"  fastest contraction    γ = {verdict.gamma_best:.2f}\n"
+        f"  in one outer step      the mean is multiplied by {verdict.spectral_radius_mean:.4f} in the long run, "
+        f"the replicas' variance by {verdict.spectral_radius_spread:.4f}",
+        soft_wrap=True, markup=False, highlight=False,
+    )  # fmt: skip
+
+
 def comparison(method_list: str, common: dict[str, Any], seeds: int, overrides: Sequence[str]) -> list[Recipe]:
     """One recipe for each method and seed; overrides are `method.key`, `task.key`, `topology.key`, `profile.key` or `run.key`.
 
@@ -150,6 +195,7 @@ def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss
     names = [f"{recipe.label}-seed{recipe.run.seed}" for recipe in recipes]
     for recipe in recipes:
         experiment.check_reachable(recipe)
+        experiment.warn_of_divergence(recipe)
     with experiment.open_pool(recipes[0], processes) as pool, progress_of() as begin:
         if recipes[0].profile is None:
             profile = experiment.measure_profile(pool)  # once, so that all methods run on one clock
@@ -229,7 +275,8 @@ def _dated(command: str) -> Path:
 
 
 def main() -> None:
-    """Run the command line and turn errors into one line and an exit code."""
+    """Run the command line and turn errors into one line and an exit code, and warnings into one line."""
+    warnings.showwarning = lambda message, *_: _say(f"archipel: warning: {message}")
     try:
         sys.exit(app(standalone_mode=False) or 0)
     except UserError as error:
@@ -243,8 +290,12 @@ def main() -> None:
         _complain(error.format_message(), getattr(error, "exit_code", 2))
 
 
+def _say(line: str) -> None:
+    log_console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
 def _complain(message: object, code: int) -> NoReturn:
-    log_console.print(f"archipel: {message}", soft_wrap=True, markup=False, highlight=False)
+    _say(f"archipel: {message}")
     sys.exit(code)
 
 

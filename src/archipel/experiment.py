@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 import archipel
-from archipel import methods, outer
+from archipel import methods, outer, theory
 from archipel.actor import World
 from archipel.errors import Diverged, UserError
 from archipel.metrics import Recorder
@@ -75,6 +75,25 @@ def check_reachable(recipe: Recipe) -> None:
     world = World(recipe.topology.workers, 0, recipe.run.seed)
     actors = methods.load(recipe.method).build(recipe.config, world, torch.empty(0))
     recipe.topology.check_reachable((actor.me, peer) for actor in actors for peer in actor.peers())
+
+
+def warn_of_divergence(recipe: Recipe) -> None:
+    """Warn if NoLoCo's averaging strength lies outside the window in which its replicas stay together (see `theory.py`).
+
+    A network has flat directions, so the window is that of vanishing curvature.
+    """
+    config, workers = recipe.config, len(recipe.topology.workers)
+    if recipe.method != "noloco" or workers < 2:
+        return
+    alpha, beta, gamma, size = (getattr(config, name) for name in ("alpha", "beta", "gamma", "group_size"))
+    verdict = theory.verdict(theory.Setting(alpha, beta, gamma, workers=workers, group_size=size))
+    if not verdict.stable:
+        warnings.warn(
+            f"{recipe.label}: gamma = {gamma} will drive the replicas apart: with alpha = {alpha}, groups of {size} and "
+            f"{workers} workers they stay together for {verdict.gamma_min:.2f} < gamma < {verdict.gamma_max:.2f}, and come "
+            f"together fastest with gamma = {verdict.gamma_best:.2f} (see: archipel theory noloco)",
+            stacklevel=2,
+        )
 
 
 def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
