@@ -1,7 +1,7 @@
 """Speed as ratios, each measured in one run on this machine: `make bench`.
 
-1. A simulated run of 16 workers with one process ÷ a bare PyTorch loop over the same inner steps (tokens per second).
-2. The same run with two processes ÷ with one.
+1. A simulated run of DiLoCo on 16 workers with one process ÷ a bare PyTorch loop over the same inner steps (tokens per second).
+2. The same run with two processes ÷ with one, and the same of HALoS, which has no barriers.
 3. The default model, 128 wide: bf16 autocast ÷ fp32 (tokens per second of the bare loop).
 
 Each ratio is the median over rounds in which both sides are measured one after the other, so that a machine that slows
@@ -30,11 +30,11 @@ from archipel.task import make_task
 WORKERS = 16
 
 
-def recipe(steps: int, **task: Any) -> Recipe:
-    """DiLoCo on 16 equal workers; no evaluation but the first and the last."""
+def recipe(steps: int, method: str = "diloco", **task: Any) -> Recipe:
+    """A method on 16 equal workers; no evaluation but the first and the last."""
     return parse_recipe(
         {
-            "method": {"name": "diloco", "inner_steps": 16},
+            "method": {"name": method, "inner_steps": 16},
             "topology": {"regions": {"a": [1.0] * WORKERS}},
             "task": {"name": "stdlib", "valid_sequences": 1, **task},
             "run": {"steps": steps, "evaluations": 1},
@@ -67,9 +67,9 @@ def bare_loop(steps: int, **task_fields: Any) -> float:
     return steps * task.tokens_per_step / (time.perf_counter() - started)
 
 
-def simulated(pool: Pool, steps: int, folder: Path) -> float:
+def simulated(pool: Pool, steps: int, folder: Path, method: str = "diloco") -> float:
     """Tokens per second of a whole simulated run, its two evaluations and its files among it; the processes are up already."""
-    summary = experiment.simulate(recipe(steps), pool, folder / "run")
+    summary = experiment.simulate(recipe(steps, method), pool, folder / "run")
     return float(summary["tokens"] / summary["wall_s"])
 
 
@@ -82,7 +82,7 @@ def paired(rounds: int, first: Callable[[], float], second: Callable[[], float])
 
 def show(what: str, aim: float, measured: tuple[float, float, float, float]) -> None:
     ratio, low, high, base = measured
-    print(f"{what:<60} {ratio:5.2f}  ({low:.2f} to {high:.2f}; aim {aim:.2f}; base {base:,.0f} tokens/s)", flush=True)
+    print(f"{what:<62} {ratio:5.2f}  ({low:.2f} to {high:.2f}; aim {aim:.2f}; base {base:,.0f} tokens/s)", flush=True)
 
 
 def main() -> None:
@@ -105,15 +105,20 @@ def main() -> None:
         for pool in (one, two):
             simulated(pool, 256, folder)  # warm up
         show(
-            "simulated run, 16 workers, 1 process ÷ bare loop",
+            "simulated run, 16 workers, 1 process ÷ bare loop, diloco",
             0.97,
             paired(rounds, lambda: simulated(one, steps, folder), lambda: bare_loop(steps)),
         )
-        show(
-            "simulated run, 16 workers, 2 processes ÷ 1 process",
-            1.85,
-            paired(rounds, lambda: simulated(two, steps, folder), lambda: simulated(one, steps, folder)),
-        )
+        for method in ("diloco", "halos"):
+            show(
+                f"simulated run, 16 workers, 2 processes ÷ 1 process, {method}",
+                1.85,
+                paired(
+                    rounds,
+                    lambda method=method: simulated(two, steps, folder, method),  # type: ignore[misc]
+                    lambda method=method: simulated(one, steps, folder, method),  # type: ignore[misc]
+                ),
+            )
     wide = {"layers": 4, "width": 128, "heads": 4, "sequence": 128, "batch_size": 8}
     show(
         "bf16 autocast ÷ fp32, bare loop, 4 x 128, sequence 128",

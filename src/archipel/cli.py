@@ -133,8 +133,9 @@ def theory_noloco(
     limit = "in the small-curvature limit, which decides for a network"
     where = f"curvature ωλ = {curvature}, m = {inner_steps}" if curvature else limit
     crowd = f"{workers} workers" if workers else "many workers"
+    setting = f"α = {alpha}, β = {beta}, γ = {gamma}, groups of {group_size}"
     out_console.print(
-        f"{'stable' if verdict.stable else 'unstable'}: α = {alpha}, β = {beta}, γ = {gamma}, groups of {group_size}, {crowd}, {where}\n"
+        f"{'stable' if verdict.stable else 'unstable'}: {setting}, {crowd}, {where}\n"
         f"  stable window          {verdict.gamma_min:.2f} < γ < {verdict.gamma_max:.2f}\n"
         f"  its limit              γ < {verdict.gamma_max_limit:.2f} (small curvature, many workers)\n"
         f"  fastest contraction    γ = {verdict.gamma_best:.2f}\n"

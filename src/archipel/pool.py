@@ -166,10 +166,6 @@ class Pool:
         while any(process.job for process in self.processes):
             self._step(block=True)
         self.free = list(range(len(self.evaluations)))
-        self.replica = self._replica(run)
-        for worker in self.workers:
-            self.replica.reset(worker.state)
-        self.cursors = [0] * len(self.workers)
         regions = list(dict.fromkeys(worker.region for worker in self.rank))
         shards = tuple(
             Shard(i, len(self.rank), regions.index(worker.region), len(regions), run.seed) for worker, i in self.rank.items()
@@ -177,6 +173,10 @@ class Pool:
         for process, device in zip(self.processes, self.devices, strict=True):
             setup = Setup(self.config, run, shards, self.specs, device)
             self._send(process, setup)
+        self.replica = self._replica(run)  # while the processes make theirs
+        for worker in self.workers:
+            self.replica.reset(worker.state)
+        self.cursors = [0] * len(self.workers)
 
     def _replica(self, run: Run) -> Replica:
         return Replica(self.task, run, torch.device("cpu"))
