@@ -20,8 +20,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from archipel import experiment, methods, report, theory
+from archipel import experiment, methods, report, studies, theory
 from archipel.errors import TrainingError, UserError, nearest
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
 
@@ -98,6 +99,29 @@ def report_command(
     if not found:
         raise UserError(f"no run directory (a folder with summary.json) in {', '.join(map(str, directories))}")
     show([report.load(path) for path in found], out or directories[0], target_loss, as_json=as_json)
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(studies.names())}.")],
+    steps: Annotated[int, typer.Option(min=100, help="Inner steps of each run.")] = studies.Settings.steps,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = studies.Settings.seeds,
+    processes: Processes = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for runs and plots. Default: runs/NAME-DATE.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer one question about a method with runs of its own."""
+    chosen, folder = studies.load(name), out or _dated(name)
+    _say(f"{chosen.TITLE} {seeds} seeds of {steps:,} inner steps.")
+    answer = chosen.run(folder, studies.Settings(steps, seeds, processes))
+    if as_json:
+        print(json.dumps({**asdict(answer), "plots": [str(plot) for plot in answer.plots]}))
+        return
+    table = Table(*answer.columns, box=None)
+    for row in answer.rows:
+        table.add_row(*map(str, row))
+    for text in (answer.headline, table, answer.finding, f"Plots: {', '.join(map(str, answer.plots))}"):
+        out_console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 theory_app = typer.Typer(help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None)

@@ -12,6 +12,7 @@ the same virtual time really train at the same time.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -122,6 +123,8 @@ class Simulator:
         seed: int,
     ) -> None:
         self.actors = {actor.me: actor for actor in actors}
+        if len(self.actors) < len(actors):
+            raise ValueError("two actors have one address: every actor's `me` must be its own")
         fastest = max(worker.speed for worker in workers)
         self.step_time_s = {worker.id: profile.step_time_s / (worker.speed / fastest) for worker in workers}
         self.network, self.profile, self.trainer, self.recorder, self.stop = network, profile, trainer, recorder, stop
@@ -148,7 +151,7 @@ class Simulator:
             TrainingError: nothing can happen any more (a deadlock), or training failed.
         """
         for node in self.actors:
-            self._push(0.0, Deliver(node, Start(), node))
+            self.push(0.0, Deliver(node, Start(), node))
         reason = self._evaluate_at_marks()
         while reason is None:
             if self.changed and (not self.heap or self.heap[0][0] > self.now):  # all of this moment has happened
@@ -188,7 +191,7 @@ class Simulator:
 
     # Events
 
-    def _push(self, time_s: float, event: Event) -> None:
+    def push(self, time_s: float, event: Event) -> None:
         heapq.heappush(self.heap, (time_s, self.sequence, event))
         self.sequence += 1
 
@@ -238,7 +241,7 @@ class Simulator:
         self.training.add(worker)
         if seconds:
             self.recorder.computes(worker, self.now, self.now + seconds)
-        self._push(self.now + seconds, Finish(worker, answer, steps, progress))
+        self.push(self.now + seconds, Finish(worker, answer, steps, progress))
 
     def send(self, sender: NodeId, to: NodeId, message: Message) -> None:
         if to not in self.actors:
@@ -256,7 +259,7 @@ class Simulator:
         end_s = self.last_arrival_s[pair] = max(end_s, self.last_arrival_s.get(pair, 0.0))
         slow = deliver.sender.region != deliver.to.region
         self.recorder.sends(deliver.sender, start_s, end_s, size_bytes, slow=slow)
-        self._push(end_s, deliver)
+        self.push(end_s, deliver)
 
     def all_reduce(self, member: NodeId, group: Group, vector: Vector) -> None:
         waiting = self.gathering.setdefault(group, {})
@@ -269,7 +272,7 @@ class Simulator:
         self.recorder.counts(cost.messages, cost.sent_bytes, cost.slow_link_bytes)
         self.recorder.reduces(group, self.now, self.now + cost.seconds)
         for node in group:
-            self._push(self.now + cost.seconds, Deliver(node, reduced, node))
+            self.push(self.now + cost.seconds, Deliver(node, reduced, node))
 
     # Shared links
 
@@ -298,7 +301,7 @@ class Simulator:
 
     def _await_next_end(self, direction: tuple[str, str], shared: SharedLink) -> None:
         shared.version += 1
-        self._push(shared.link.next_end()[0], Drain(direction, shared.version))
+        self.push(shared.link.next_end()[0], Drain(direction, shared.version))
 
     # Evaluation
 
@@ -341,6 +344,11 @@ class Simulator:
         """Wait for the evaluations under way and put down their losses."""
         for evaluation, loss, own in self.evaluations:
             evaluation.loss = loss.result()
+            if evaluation.loss is not None and not math.isfinite(evaluation.loss):
+                raise Diverged(
+                    f"the validation loss is {evaluation.loss} at {evaluation.time_s:.1f} s on the virtual clock, after "
+                    f"{evaluation.inner_steps:,} inner steps; try a lower learning rate, inner or outer"
+                )
             if own:
                 evaluation.replica_loss = float(np.mean([promise.result() for promise in own]))
         self.evaluations = []
@@ -386,7 +394,7 @@ class NodeContext:
         self.simulator.send(self.me, to, message)
 
     def after(self, seconds: float, message: Message) -> None:
-        self.simulator._push(self.now + seconds, Deliver(self.me, message, self.me))
+        self.simulator.push(self.now + seconds, Deliver(self.me, message, self.me))
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
         simulator = self.simulator
