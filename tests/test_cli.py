@@ -138,6 +138,18 @@ def test_a_method_of_ones_own_is_one_file(archipel: Any, tmp_path: Path) -> None
     assert runs["local_sgd"]["time_s"] == runs["diloco"]["time_s"]
 
 
+def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any) -> None:
+    everything = archipel("list").out
+    assert "noloco" in everything
+    assert "uneven-2-6" in everything
+    halos = " ".join(archipel("list", "halos").out.split())
+    assert "accumulate 32 K: worker updates that a local server applies before it reports" in halos
+    assert "path required" in " ".join(archipel("list", "text").out.split())
+    assert yaml.safe_load(archipel("list", "two-regions").out)["links"][0]["latency_ms"] == 35
+    assert "0.238391" in archipel("list", "pythia-70m-h100").out
+    assert archipel("list", "halo").code == 2
+
+
 def test_the_theory_of_noloco(archipel: Any) -> None:
     unstable = archipel("theory", "noloco", "--alpha", 0.9, "--beta", 0.7, "--gamma", 0.7).out
     assert unstable.startswith("unstable: α = 0.9, β = 0.7, γ = 0.7, groups of 2, many workers, in the small-curvature limit")

@@ -21,10 +21,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from archipel import experiment, methods, report, studies, theory
 from archipel.errors import TrainingError, UserError, nearest
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
+from archipel.task import CONFIGS
+from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
+from archipel.yamlfile import dump
 
 app = typer.Typer(
     help="Train one model over slow links: compare methods on a modelled network, with real gradients.",
@@ -99,6 +103,36 @@ def report_command(
     if not found:
         raise UserError(f"no run directory (a folder with summary.json) in {', '.join(map(str, directories))}")
     show([report.load(path) for path in found], out or directories[0], target_loss, as_json=as_json)
+
+
+@app.command("list")
+def list_command(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A method, task, topology or profile: its settings.")] = None,
+) -> None:
+    """Methods, tasks, topologies, profiles and studies; with a name, its settings, their defaults and what they mean."""
+    if name is None:
+        for kind, known in (
+            ("methods", methods.names()),
+            ("tasks", [*CONFIGS, "file.py:function"]),
+            ("topologies", [*PRESETS, "internet-N", "FILE.yaml"]),
+            ("profiles", [*PROFILES, MEASURED]),
+            ("studies", studies.names()),
+        ):
+            out_console.print(f"{kind:<11} {', '.join(known)}", soft_wrap=True, markup=False, highlight=False)
+        return
+    config = CONFIGS.get(name) or (methods.load(name).Config if name in methods.names() or name.endswith(".py") else None)
+    if config is not None:
+        table = Table("setting", "default", "meaning", box=None)
+        for key, field in config.model_fields.items():
+            default = "required" if field.is_required() else str(field.default)
+            table.add_row(*map(Text, (key, default, field.description or "")))
+        out_console.print(table)
+    elif name in PROFILES:
+        out_console.print(dump(PROFILES[name].model_dump(mode="json")), markup=False, highlight=False)
+    elif nearest(name, known := [*methods.names(), *CONFIGS, *PROFILES]) and name not in PRESETS:
+        raise UserError(f"nothing is called {name!r}{nearest(name, [*known, *PRESETS])}; `archipel list` shows all names")
+    else:
+        out_console.print(dump(load_topology(name).model_dump(mode="json")), markup=False, highlight=False)
 
 
 @app.command()

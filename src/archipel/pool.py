@@ -157,7 +157,7 @@ class Pool:
         self.waiting: list[tuple[float, int, Job]] = []
         self.submitted = 0
         gpus = torch.cuda.device_count()
-        self.devices = [f"cuda:{i % gpus}" if gpus else "cpu" for i in range(processes or gpus or len(os.sched_getaffinity(0)))]
+        self.devices = [f"cuda:{i % gpus}" if gpus else "cpu" for i in range(processes or gpus or _cores())]
         self.processes = [self._start() for _ in self.devices]
 
     def begin(self, run: Run) -> None:
@@ -312,6 +312,13 @@ class Pool:
 
 
 # Memory that all processes share
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS
 
 
 def _anonymous_file() -> int:

@@ -110,17 +110,17 @@ class UserTask(TaskConfig):
 class GptTask(TaskConfig):
     """What the built-in language tasks share: a small GPT, and AdamW as published (HALoS, arXiv 2506.04531) but for the sizes."""
 
-    layers: int = Field(2, ge=1)
-    width: int = Field(32, ge=1)
-    heads: int = Field(2, ge=1)
+    layers: int = Field(2, ge=1, description="blocks of the GPT")
+    width: int = Field(32, ge=1, description="of the residual stream")
+    heads: int = Field(2, ge=1, description="attention heads; they divide the width")
     sequence: int = Field(64, ge=2, le=65_536, description="tokens per sequence")
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
     valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)  # YAML has lists, not tuples
-    eps: float = Field(1e-8, gt=0)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False, description="of AdamW")  # YAML has lists, not tuples
+    eps: float = Field(1e-8, gt=0, description="of AdamW")
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
-    gradient_clip: float | None = Field(1.0, gt=0)
+    gradient_clip: float | None = Field(1.0, gt=0, description="largest norm of a gradient; null: as it is")
     warmup: float = Field(0.05, ge=0, le=1, description="part of the run that warms up")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast of the forward pass")
     dirichlet: float | None = Field(None, gt=0, description="concentration of the mixture of classes that a region sees; null: iid")
@@ -136,15 +136,15 @@ class SyntheticTask(GptTask):
     """Random Markov chains of known entropy: how far from the best possible loss is a number."""
 
     name: Literal["synthetic"] = "synthetic"
-    vocabulary: int = Field(64, ge=2, le=8192)
-    sources: int = Field(4, ge=1, le=64)
+    vocabulary: int = Field(64, ge=2, le=8192, description="tokens of all sources together")
+    sources: int = Field(4, ge=1, le=64, description="Markov chains, each with an alphabet of its own")
 
 
 class TextTask(GptTask):
     """Any file or folder of text, in bytes."""
 
     name: Literal["text"] = "text"
-    path: str
+    path: str = Field(description="a file or a folder")
 
 
 CONFIGS: dict[str, type[TaskConfig]] = {"none": NoTask, "stdlib": StdlibTask, "synthetic": SyntheticTask, "text": TextTask}
