@@ -105,8 +105,14 @@ def write_task(folder: Path, body: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_users_image_model_with_batchnorm(tmp_path: Path) -> None:
-    """It learns with every method; running statistics are averaged, and batches counted by the worker that saw most."""
+    """It learns with every method; running statistics are averaged, and batches counted by the worker that saw most.
+
+    All of it is the same with one process and with two, and so is what is left of a run whose workers are still training.
+    """
     task = write_task(tmp_path, "pass")
+    with experiment.open_pool(recipe("halos", task=task), 1) as pool:
+        for name in methods.names():
+            experiment.simulate(recipe(name, task=task, run={"steps": 200, "evaluations": 2}), pool, tmp_path / "one" / name)
     with experiment.open_pool(recipe("halos", task=task), 2) as pool:
         for name in methods.names():
             summary = experiment.simulate(recipe(name, task=task, run={"steps": 200, "evaluations": 2}), pool, tmp_path / name)
@@ -115,6 +121,7 @@ def test_a_users_image_model_with_batchnorm(tmp_path: Path) -> None:
             assert float(weights["1.running_var"].min()) > 0, name
             assert 20 < int(weights["1.num_batches_tracked"]) <= 200, name
             assert not torch.equal(weights["1.running_mean"], torch.zeros(4)), name
+            assert files(tmp_path / name) == files(tmp_path / "one" / name), name
 
 
 @pytest.mark.slow

@@ -154,6 +154,7 @@ class Pool:
         self.workers, self.evaluations = split(tensors, len(workers), len(self.replica.state_specs))
         self.free = list(range(len(self.evaluations)))
         self.cursors: list[int] = []
+        self.taken: list[list[Tensor]] = []
         self.waiting: list[tuple[float, int, Job]] = []
         self.submitted = 0
         gpus = torch.cuda.device_count()
@@ -177,6 +178,7 @@ class Pool:
         for worker in self.workers:
             self.replica.reset(worker.state)
         self.cursors = [0] * len(self.workers)
+        self.taken = [self.replica.first_integers] * len(self.workers)
 
     def _replica(self, run: Run) -> Replica:
         return Replica(self.task, run, torch.device("cpu"))
@@ -195,7 +197,7 @@ class Pool:
         slot.copy_(theta)
         arguments = (rank, steps, progress, self.cursors[rank])
         self.cursors[rank] += steps
-        return self._submit(due_s, "train", arguments, lambda losses: Trained(slot.clone(), steps, tuple(losses)))
+        return self._submit(due_s, "train", arguments, lambda losses: Trained(self._taken(rank), steps, tuple(losses)))
 
     def gradient(self, worker: NodeId, theta: Vector, due_s: float) -> Promise:
         rank = self.rank[worker]
@@ -203,14 +205,14 @@ class Pool:
         slot.copy_(theta)
         arguments = (rank, self.cursors[rank])
         self.cursors[rank] += 1
-        return self._submit(due_s, "gradient", arguments, lambda losses: Gradient(slot.clone(), losses[0]))
+        return self._submit(due_s, "gradient", arguments, lambda losses: Gradient(self._taken(rank), losses[0]))
 
     def apply(self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float) -> Promise:
         rank = self.rank[worker]
         slot = self.workers[rank].theta
         slot.copy_(theta)
         self.workers[rank].gradient.copy_(gradient)
-        return self._submit(due_s, "apply", (rank, progress), lambda losses: Trained(slot.clone(), 1, ()))
+        return self._submit(due_s, "apply", (rank, progress), lambda losses: Trained(self._taken(rank), 1, ()))
 
     def evaluate(self, theta: Vector, due_s: float) -> Promise:
         while not self.free:
@@ -224,10 +226,15 @@ class Pool:
         return float(self._submit(0.0, "measure", (), lambda losses: losses[0]).result())
 
     def integers(self) -> dict[str, Tensor]:
-        """The integer buffers of the model: of each, the largest value that any worker has."""
-        names = self.replica.layout.integers
-        stacked = [torch.stack([worker.state[1 + i] for worker in self.workers]) for i in range(len(names))]
-        return {name: tensors.amax(dim=0) for name, tensors in zip(names, stacked, strict=True)}
+        """The integer buffers of the model: of each, the largest value that any worker had when its last result was taken."""
+        columns = zip(*self.taken, strict=True)
+        return {name: torch.stack(column).amax(dim=0) for name, column in zip(self.replica.layout.integers, columns, strict=True)}
+
+    def _taken(self, rank: int) -> Vector:
+        """A worker's result. Its integer buffers are noted now, in the engine's order: its next job may change them at any time."""
+        memory = self.workers[rank]
+        self.taken[rank] = [tensor.clone() for tensor in memory.state[1 : 1 + len(self.replica.layout.integers)]]
+        return memory.theta.clone()
 
     def compute(self, job: Job) -> None:
         """Return once `job` has been computed.
