@@ -165,6 +165,19 @@ def test_the_theory_of_noloco(archipel: Any) -> None:
     assert (verdict["workers"], verdict["curvature"], verdict["inner_steps"]) == (4, 0.01, 10)
 
 
+def test_latency_prints_what_pairs_save(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from archipel import latency
+
+    study = latency.study
+    monkeypatch.setattr(latency, "study", lambda job, seed: study(job, seed, nodes=(2, 4), draws=256))
+    answer = archipel("latency", "--workers", 4, "--inner-steps", 5, "--steps", 50, "--out", tmp_path / "out", "--json")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)
+    assert len(list((tmp_path / "out").glob("*.png"))) == 2
+    assert "tree" in archipel("latency", "--workers", 4, "--inner-steps", 5, "--steps", 50, "--out", tmp_path / "out").out
+    assert archipel("latency", "--sigma", -1, "--out", tmp_path / "no").code == 2
+
+
 def test_noloco_warns_before_its_replicas_drift_apart(archipel: Any, tmp_path: Path) -> None:
     def errors(*settings: str) -> str:
         sets = [part for setting in settings for part in ("--set", setting)]

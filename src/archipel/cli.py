@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from archipel import experiment, methods, report, studies, theory
+from archipel import experiment, latency, methods, report, studies, theory
 from archipel.errors import TrainingError, UserError, nearest
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
 from archipel.task import CONFIGS
@@ -156,6 +156,33 @@ def study(
         table.add_row(*map(str, row))
     for text in (answer.headline, table, answer.finding, f"Plots: {', '.join(map(str, answer.plots))}"):
         out_console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+@app.command("latency")
+def latency_command(
+    workers: Annotated[int, typer.Option(min=2, help="n.")] = 1024,
+    inner_steps: Annotated[int, typer.Option(min=1, help="m: inner steps of an outer step.")] = 100,
+    message_s: Annotated[float, typer.Option(help="Mean seconds of a message with one vector of weights.")] = 1.0,
+    sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of a message's time.")] = 0.5,
+    step_s: Annotated[float, typer.Option(help="Mean seconds of an inner step.")] = 1.0,
+    step_cv: Annotated[float, typer.Option(help="Standard deviation of an inner step's time over its mean.")] = 0.1,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of a worker in the whole run.")] = 25_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the drawn times.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the plots. Default: runs/latency-DATE.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What pairs save against an all-reduce when messages take log-normal times. Drawn times; nothing is trained."""
+    times = latency.LogNormal(message_s, sigma)
+    job = latency.Job(times, workers, inner_steps, step_s, step_cv, steps=steps)
+    _say("drawing message times; with the defaults this takes about half a minute")
+    result = latency.study(job, seed)
+    plots = latency.write(result, out or _dated("latency"))
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+        return
+    for table in latency.tables(result):
+        out_console.print(table)
+    out_console.print(f"Plots: {', '.join(map(str, plots))}", soft_wrap=True, markup=False, highlight=False)
 
 
 theory_app = typer.Typer(help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None)
