@@ -14,7 +14,7 @@ from typing import Any
 
 from archipel.actor import Group, NodeId
 
-MAX_SPANS = 20_000
+MAX_SPANS = 10_000
 """A trace keeps this many spans and says when it is cut; counts and sums go on."""
 
 
