@@ -338,3 +338,13 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
     (directory / "summary.json").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ReportError, match=r"run/summary\.json is not JSON: "):
         report.load(directory)
+
+
+def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_starting(tmp_path: Path) -> None:
+    """A run that ends above where it started sets such a target; it is met at the first evaluation after the start."""
+    worse = write_run(tmp_path / "worse", "worse", [3.0, 1.0, 9.0])
+    better = write_run(tmp_path / "better", "better", [3.0, 2.0, 1.0], every_s=40.0)
+    target = report.target_loss([worse, better])
+    assert target == 9.0
+    assert [row["speed_up"] for row in report.rows([worse, better], target)] == [4.0, 1.0]
+    report.write([worse, better], tmp_path / "out", 3.0)  # a target between the starts' losses

@@ -150,8 +150,7 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
     except Diverged as error:
         raise Diverged(f"{recipe.label}: {error}") from None
     except KeyboardInterrupt:
-        # What is being evaluated may never be finished; what has been stays.
-        recorder.evaluations = [evaluation for evaluation in recorder.evaluations if evaluation.loss is not None]
+        simulator.collect_evaluations()  # those under way take a moment each
         _leave(directory, recipe, simulator, pool, "interrupted", time.perf_counter() - started)
         raise
     return _leave(directory, recipe, simulator, pool, stopped, time.perf_counter() - started)

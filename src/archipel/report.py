@@ -126,11 +126,13 @@ def target_loss(runs: Sequence[Run]) -> float | None:
 
 
 def time_to_target_s(run: Run, target: float | None) -> float | None:
-    """Seconds on the run's clock at its first evaluation with a loss at or below `target`; None if there is none.
+    """Seconds on the run's clock at its first evaluation after the start with a loss at or below `target`; None if there is none.
 
     Not interpolated: the loss crossed the target somewhere between this evaluation and the one before.
     """
-    return next((time_s for time_s, loss in _points(run, "time_s", "loss") if target is not None and loss <= target), None)
+    # An untrained model at or below the target says nothing about a method.
+    trained = [point for point in _points(run, "time_s", "loss") if point[0] > 0]
+    return next((time_s for time_s, loss in trained if target is not None and loss <= target), None)
 
 
 def rows(runs: Sequence[Run], target: float | None) -> list[_Row]:
@@ -194,7 +196,7 @@ def table(runs: Sequence[Run], target: float | None) -> Table:
 
 def headline(runs: Sequence[Run]) -> str:
     """The first line of a report: what is real, what is modelled, and how many seeds there are."""
-    real = [run.summary["real"] if _points(run, "time_s", "loss") else "nothing was trained (task none)" for run in runs]
+    real = [run.summary["real"] or "nothing was trained (task none)" for run in runs]
     modelled = [run.summary["modelled"] or "nothing" for run in runs]
     said = ["; ".join(text.replace(": ", " – ", 1) for text in dict.fromkeys(texts)) for texts in (real, modelled)]
     return f"Real: {said[0]}. Modelled: {said[1]}. {_seeds(runs)}."

@@ -173,7 +173,7 @@ class Simulator:
                     self._drain(event)
         if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps < self.absorbed:
             self._evaluate()
-        self._collect_evaluations()
+        self.collect_evaluations()
         return reason
 
     def parts(self) -> list[Vector]:
@@ -312,7 +312,7 @@ class Simulator:
             self._evaluate()
             self.next_mark = (self.absorbed // self.evaluate_every + 1) * self.evaluate_every
         if self.stop.target_loss is not None:
-            self._collect_evaluations()
+            self.collect_evaluations()
             loss = self.recorder.evaluations[-1].loss
             if loss is not None and loss <= self.stop.target_loss:
                 return "target_loss"
@@ -341,7 +341,7 @@ class Simulator:
         recorder.evaluations.append(evaluation)
         self.evaluations.append((evaluation, self.trainer.evaluate(model, self.now), own))
 
-    def _collect_evaluations(self) -> None:
+    def collect_evaluations(self) -> None:
         """Wait for the evaluations under way and put down their losses."""
         for evaluation, loss, own in self.evaluations:
             evaluation.loss = loss.result()

@@ -115,7 +115,11 @@ class Topology(Strict):
 
     def check_reachable(self, pairs: Iterable[tuple[NodeId, NodeId]]) -> None:
         """Raise a `UserError` that names the first pair of nodes without a link between their regions."""
+        connected: set[tuple[str, str]] = set()
         for a, b in pairs:
+            if (a.region, b.region) in connected:
+                continue
+            connected.add((a.region, b.region))
             if self.link(a.region, b.region) is None:
                 raise UserError(
                     f"topology {self.name!r}: {a} cannot reach {b}: there is no link between regions "

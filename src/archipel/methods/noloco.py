@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from pydantic import Field
@@ -110,6 +111,7 @@ class Worker(Actor):
         return f"the exchange of outer step {self.outer_steps} from {', '.join(missing)}"
 
 
+@lru_cache(maxsize=64)  # every member of an outer step asks, several times; the steps under way at one time are few
 def groups(workers: Group, size: int, seed: int, outer_step: int) -> dict[NodeId, Group]:
     """The group of each worker in one outer step: a random partition into groups of `size`, the last one maybe smaller."""
     order = np.random.default_rng((seed, outer_step)).permutation(len(workers))
