@@ -207,6 +207,24 @@ def test_a_run_directory_is_replaced_and_nothing_else_is_touched(archipel: Any, 
     assert refused.err == f"archipel: --out {tmp_path}: {tmp_path}/diloco-seed0 is there already and is not a run directory\n"
 
 
+def test_a_method_that_diverges_does_not_cost_the_others(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from archipel import experiment
+    from archipel.errors import Diverged
+
+    simulate = experiment.simulate
+
+    def diverging(recipe: Any, *arguments: Any) -> Any:
+        if recipe.label == "diloco":
+            raise Diverged("diloco: the validation loss is nan")
+        return simulate(recipe, *arguments)
+
+    monkeypatch.setattr(experiment, "simulate", diverging)
+    answer = archipel("compare", "--methods", "diloco,halos", "--task", "none", "--steps", 500, "--json", "--out", tmp_path / "out")
+    assert answer.code == 2
+    assert [run["label"] for run in json.loads(answer.out)["runs"]] == ["halos"]
+    assert answer.err.splitlines()[-1] == "archipel: diloco: the validation loss is nan (seed 0)"
+
+
 def test_ctrl_c_leaves_what_was_finished(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from archipel.simulator import Simulator
 

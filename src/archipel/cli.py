@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from archipel import experiment, latency, methods, report, studies, theory
-from archipel.errors import TrainingError, UserError, nearest
+from archipel.errors import Diverged, TrainingError, UserError, nearest
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
 from archipel.task import CONFIGS
 from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
@@ -287,12 +287,21 @@ def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss
             profile = experiment.measure_profile(pool)  # once, so that all methods run on one clock
             recipes = [replace(recipe, profile=profile) for recipe in recipes]
         experiment.prepare_output(out, names)
+        finished: list[str] = []
+        diverged: list[str] = []
         try:
             for recipe, name in zip(recipes, names, strict=True):
-                experiment.simulate(recipe, pool, out / name, begin(name))
+                try:
+                    experiment.simulate(recipe, pool, out / name, begin(name))
+                    finished.append(name)
+                except Diverged as error:  # one method's trouble is no reason to lose the others
+                    diverged.append(f"{error} (seed {recipe.run.seed})")
         except KeyboardInterrupt:
             _complain(f"interrupted; what happened until then is in {out}", 130)
-    show([report.load(out / name) for name in names], out, target_loss, as_json=as_json)
+    if finished:
+        show([report.load(out / name) for name in finished], out, target_loss, as_json=as_json)
+    if diverged:
+        raise Diverged("; ".join(diverged))
 
 
 def show(runs: list[report.Run], out: Path, target_loss: float | None, *, as_json: bool) -> None:
