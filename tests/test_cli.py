@@ -138,7 +138,7 @@ def test_a_method_of_ones_own_is_one_file(archipel: Any, tmp_path: Path) -> None
     assert runs["local_sgd"]["time_s"] == runs["diloco"]["time_s"]
 
 
-def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any) -> None:
+def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any, tmp_path: Path) -> None:
     everything = archipel("list").out
     assert "noloco" in everything
     assert "uneven-2-6" in everything
@@ -148,6 +148,8 @@ def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any) -> None:
     assert yaml.safe_load(archipel("list", "two-regions").out)["links"][0]["latency_ms"] == 35
     assert "0.238391" in archipel("list", "pythia-70m-h100").out
     assert archipel("list", "halo").code == 2
+    (tmp_path / "my-halos.yaml").write_text("regions: {a: [1.0]}")  # a file may be called nearly like a method
+    assert "my-halos" in archipel("list", tmp_path / "my-halos.yaml").out
 
 
 def test_the_theory_of_noloco(archipel: Any) -> None:
@@ -225,6 +227,32 @@ def test_a_method_that_diverges_does_not_cost_the_others(archipel: Any, tmp_path
     assert answer.err.splitlines()[-1] == "archipel: diloco: the validation loss is nan (seed 0)"
 
 
+def test_a_full_disk_is_one_line_and_leaves_no_half_written_run(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    answer = archipel("compare", "--methods", "diloco", "--task", "none", "--steps", 512, "--out", tmp_path / "out")
+    assert answer.code == 1
+    assert answer.err.splitlines()[-1].endswith("recipe.yaml: No space left on device")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_is_one_line(archipel: Any, tmp_path: Path) -> None:
+    assert archipel("compare", "--methods", "diloco", "--task", "none", "--steps", 512, "--out", tmp_path / "out").code == 0
+    (tmp_path / "file").write_text("")
+    answer = archipel("report", tmp_path / "out", "--out", tmp_path / "file" / "folder")
+    assert (answer.code, answer.err) == (1, f"archipel: {tmp_path}/file/folder: Not a directory\n")
+
+
+def test_a_recipes_target_is_the_reports(archipel: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("method: diloco\ntask: none\nrun: {steps: 512, target_loss: 1.5}\n")
+    assert json.loads(archipel("run", recipe, "--json", "--out", tmp_path / "out").out)["target_loss"] == 1.5
+
+
 def test_ctrl_c_leaves_what_was_finished(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from archipel.simulator import Simulator
 
@@ -240,5 +268,5 @@ def test_ctrl_c_leaves_what_was_finished(archipel: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(Simulator, "_handle", interrupted)
     answer = archipel("compare", "--methods", "async_local_sgd", "--task", "none", "--out", tmp_path / "out", "--steps", 10**6)
     assert answer.code == 130
-    assert answer.err.splitlines()[-1] == f"archipel: interrupted; what happened until then is in {tmp_path}/out"
+    assert answer.err.splitlines()[-1] == f"archipel: interrupted; `archipel report {tmp_path}/out` shows what happened until then"
     assert json.loads((tmp_path / "out" / "async_local_sgd-seed0" / "summary.json").read_text())["stopped"] == "interrupted"

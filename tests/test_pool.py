@@ -134,6 +134,36 @@ def test_errors_of_the_task_name_worker_and_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_loss_of_the_wrong_kind_is_said_so_and_the_users_line_is_named(tmp_path: Path) -> None:
+    for body, text in (
+        ("return 3.0", "loss must return a 0-d tensor that depends on the model's parameters, not a float"),
+        (
+            "return model(batch[0])",
+            "loss must return a 0-d tensor that depends on the model's parameters, not a tensor of shape (8, 2)",
+        ),
+        ("return nn.functional.linear(batch[0], torch.zeros(3, 5)).sum()", "mytask.py:12: RuntimeError: "),
+    ):
+        task = write_task(tmp_path, body)
+        with experiment.open_pool(recipe("diloco", task=task), 1) as pool, pytest.raises(TrainingError) as error:
+            experiment.simulate(recipe("diloco", task=task), pool, tmp_path / "run")
+        assert text in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_pool_goes_on_after_a_run_that_diverged(tmp_path: Path) -> None:
+    """The next run on it is that of a fresh pool."""
+    with experiment.open_pool(recipe("diloco"), 2) as pool:
+        wild = recipe("diloco", method={"name": "diloco", "inner_steps": 4, "outer_lr": 1e30})
+        with pytest.raises(Diverged):
+            experiment.simulate(wild, pool, tmp_path / "wild")
+        experiment.simulate(recipe("sync_sgd"), pool, tmp_path / "after")
+    with experiment.open_pool(recipe("diloco"), 2) as pool:
+        experiment.simulate(recipe("sync_sgd"), pool, tmp_path / "fresh")
+    assert not (tmp_path / "wild").exists()
+    assert files(tmp_path / "after") == files(tmp_path / "fresh")
+
+
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_worker_and_step(tmp_path: Path) -> None:
     task = write_task(tmp_path, "return model(batch[0]).sum() * float('nan')")
     with experiment.open_pool(recipe("diloco", task=task), 1) as pool, pytest.raises(Diverged) as error:

@@ -348,3 +348,38 @@ def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_startin
     assert target == 9.0
     assert [row["speed_up"] for row in report.rows([worse, better], target)] == [4.0, 1.0]
     report.write([worse, better], tmp_path / "out", 3.0)  # a target between the starts' losses
+
+
+# Runs that are not seeds of one experiment
+
+
+def in_folder(folder: Path, label: str, seed: int, recipe: str) -> report.Run:
+    run = write_run(folder / f"{label}-seed{seed}", label, [3.0, 2.0], seed=seed)
+    (run.directory / "recipe.yaml").write_text(f"label: {label}\n{recipe}run:\n  steps: 100\n  seed: {seed}\n")
+    return run
+
+
+def labels(runs: list[report.Run]) -> list[str]:
+    return [run.summary["label"] for run in report.distinguish(runs)]
+
+
+def test_seeds_of_one_experiment_keep_their_label_and_a_run_given_twice_counts_once(tmp_path: Path) -> None:
+    runs = [in_folder(tmp_path / "a", "halos", seed, "method: {accumulate: 8}\n") for seed in (0, 1)]
+    assert labels([*runs, runs[0]]) == ["halos", "halos"]
+
+
+def test_runs_of_other_settings_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    one = in_folder(tmp_path / "a", "halos", 0, "method: {accumulate: 8}\n")
+    other = in_folder(tmp_path / "b", "halos", 1, "method: {accumulate: 32}\n")
+    assert labels([one, other]) == ["halos (a)", "halos (b)"]
+
+
+def test_one_seed_run_twice_is_told_apart_too(tmp_path: Path) -> None:
+    assert labels([in_folder(tmp_path / name, "halos", 0, "") for name in "ab"]) == ["halos (a)", "halos (b)"]
+
+
+def test_runs_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
+    runs = [in_folder(tmp_path / name / "same", "halos", 0, f"method: {{accumulate: {i}}}\n") for i, name in enumerate("ab", 1)]
+    text = r"^the runs called 'halos \(same\)' are not seeds of one experiment; put them in folders of different names$"
+    with pytest.raises(ReportError, match=text):
+        report.distinguish(runs)

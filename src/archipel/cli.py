@@ -6,13 +6,14 @@ mend; 130: Ctrl-C). What does not: anything that a program could not also call.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -129,10 +130,11 @@ def list_command(
         out_console.print(table)
     elif name in PROFILES:
         out_console.print(dump(PROFILES[name].model_dump(mode="json")), markup=False, highlight=False)
-    elif nearest(name, known := [*methods.names(), *CONFIGS, *PROFILES]) and name not in PRESETS:
-        raise UserError(f"nothing is called {name!r}{nearest(name, [*known, *PRESETS])}; `archipel list` shows all names")
-    else:
+    elif name in PRESETS or name.startswith("internet-") or name.endswith((".yaml", ".yml")):
         out_console.print(dump(load_topology(name).model_dump(mode="json")), markup=False, highlight=False)
+    else:
+        known = [*methods.names(), *CONFIGS, *PROFILES, *PRESETS]
+        raise UserError(f"nothing is called {name!r}{nearest(name, known)}; `archipel list` shows all names")
 
 
 @app.command()
@@ -297,15 +299,20 @@ def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss
                 except Diverged as error:  # one method's trouble is no reason to lose the others
                     diverged.append(f"{error} (seed {recipe.run.seed})")
         except KeyboardInterrupt:
-            _complain(f"interrupted; what happened until then is in {out}", 130)
+            _complain(f"interrupted; `archipel report {out}` shows what happened until then", 130)
     if finished:
-        show([report.load(out / name) for name in finished], out, target_loss, as_json=as_json)
+        target = recipes[0].run.target_loss if target_loss is None else target_loss
+        show([report.load(out / name) for name in finished], out, target, as_json=as_json)
+    else:
+        with suppress(OSError):
+            out.rmdir()  # unless something else is in it
     if diverged:
         raise Diverged("; ".join(diverged))
 
 
 def show(runs: list[report.Run], out: Path, target_loss: float | None, *, as_json: bool) -> None:
     """The comparison on stdout, as a table or as JSON, and as a page in `out`."""
+    runs = report.distinguish(runs)
     target = report.target_loss(runs) if target_loss is None else target_loss
     page = report.write(runs, out, target)
     if as_json:
@@ -371,6 +378,9 @@ def _dated(command: str) -> Path:
 
 def main() -> None:
     """Run the command line and turn errors into one line and an exit code, and warnings into one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show Greek shows a question mark
     warnings.showwarning = lambda message, *_: _say(f"archipel: warning: {message}")
     try:
         sys.exit(app(standalone_mode=False) or 0)
@@ -378,6 +388,8 @@ def main() -> None:
         _complain(error, 2)
     except TrainingError as error:
         _complain(error, 1)
+    except OSError as error:  # a full disk, a folder that cannot be written to
+        _complain(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
     except Exception as error:
         # The option parser's own errors. Which package they come from depends on typer's version.
         if not hasattr(error, "format_message"):

@@ -7,6 +7,7 @@ part does.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import archipel
@@ -150,7 +152,8 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
     except Diverged as error:
         raise Diverged(f"{recipe.label}: {error}") from None
     except KeyboardInterrupt:
-        simulator.collect_evaluations()  # those under way take a moment each
+        with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
+            simulator.collect_evaluations()  # those under way take a moment each
         _leave(directory, recipe, simulator, pool, "interrupted", time.perf_counter() - started)
         raise
     return _leave(directory, recipe, simulator, pool, stopped, time.perf_counter() - started)
@@ -212,7 +215,10 @@ def _leave(directory: Path, recipe: Recipe, simulator: Simulator, pool: Pool | N
         if pool:
             layout = pool.replica.layout
             weights = {name: tensor.clone() for name, tensor in layout.named(outer.mean(simulator.parts())).items()}
-            save_file({**weights, **pool.integers()}, temporary / "weights.safetensors")
+            try:
+                save_file({**weights, **pool.integers()}, temporary / "weights.safetensors")
+            except SafetensorError as error:
+                raise OSError(errno.EIO, str(error), str(directory / "weights.safetensors")) from None
         if directory.exists():
             shutil.rmtree(directory)
         temporary.rename(directory)

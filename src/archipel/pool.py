@@ -390,10 +390,17 @@ def serve(connection: Connection, descriptor: int) -> None:
                 except NonFiniteLoss as error:
                     answer = None, (NonFiniteLoss.__name__, str(error))
                 except Exception as error:
-                    frame = traceback.extract_tb(error.__traceback__)[-1]
-                    where = f"{frame.filename}:{frame.lineno}"
-                    answer = None, (type(error).__name__, f"the task failed at {where}: {type(error).__name__}: {error}")
+                    answer = None, (type(error).__name__, f"the task failed at {_place(error)}: {type(error).__name__}: {error}")
                 connection.send(answer)
+
+
+def _place(error: Exception) -> str:
+    """File and line where `error` was raised: the deepest one that is neither a library's nor this package's, if there is any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = ("site-packages", os.path.dirname(__file__))
+    own = [frame for frame in frames if not any(part in frame.filename for part in foreign)]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def compute(

@@ -175,6 +175,8 @@ class Replica:
         for parameter, _ in self.copied:
             parameter.grad = None
         loss = self._loss(shard, index)
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            raise TypeError(f"loss must return a 0-d tensor that depends on the model's parameters, not {_describe(loss)}")
         loss.backward()  # type: ignore[no-untyped-call]
         for parameter, master in self.copied:
             if parameter.grad is not None and master.grad is not None:
@@ -291,6 +293,12 @@ def _finite(losses: list[Tensor], cursor: int) -> list[float]:
         if not math.isfinite(value):
             raise NonFiniteLoss(f"the training loss is {value} at its inner step {cursor + k}")
     return values
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

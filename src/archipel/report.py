@@ -14,9 +14,11 @@ import io
 import json
 import math
 import os
+import re
 import string
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import chain, cycle
 from pathlib import Path
@@ -118,6 +120,42 @@ def load(directory: str | os.PathLike[str]) -> Run:
         raise ReportError(f"{summary} lacks {', '.join(lacking)}")
     lines = [_json(line, f"{metrics}, line {number},") for number, line in enumerate(_read(metrics).splitlines(), start=1)]
     return Run(directory, values, [line for line in lines if line.get("kind") == "eval"])
+
+
+def distinguish(runs: Sequence[Run]) -> list[Run]:
+    """The runs, each once, so that equal labels mean seeds of one experiment.
+
+    Where runs of one label differ in more than the seed (settings, task, topology, length), or have one seed twice, each gets the
+    name of the folder it lies in behind its label. Raises ReportError if even that does not tell them apart.
+    """
+    once = list({run.directory.resolve(): run for run in runs}.values())
+    experiments: dict[str, set[str]] = defaultdict(set)
+    seeds = Counter((run.summary["label"], run.summary["seed"]) for run in once)
+    for run in once:
+        experiments[run.summary["label"]].add(_experiment(run))
+    told = []
+    for run in once:
+        label = run.summary["label"]
+        if len(experiments[label]) > 1 or any(seeds[key] > 1 for key in seeds if key[0] == label):
+            folder = run.directory.resolve().parent.name
+            run = replace(run, summary=run.summary | {"label": f"{label} ({folder})"})
+        told.append(run)
+    groups: dict[str, set[str]] = defaultdict(set)
+    for run in told:
+        groups[run.summary["label"]].add(_experiment(run))
+    for label, kinds in groups.items():
+        repeated = Counter(run.summary["seed"] for run in told if run.summary["label"] == label)
+        if len(kinds) > 1 or max(repeated.values()) > 1:
+            raise ReportError(f"the runs called {label!r} are not seeds of one experiment; put them in folders of different names")
+    return told
+
+
+def _experiment(run: Run) -> str:
+    """All that a run was, but for its seed and label, as text."""
+    recipe = run.directory / "recipe.yaml"
+    if recipe.is_file():
+        return re.sub(r"^(label|  seed):.*$", "", _read(recipe).decode(), flags=re.MULTILINE)
+    return json.dumps([run.summary[key] for key in ("settings", "real", "modelled")], sort_keys=True)
 
 
 def target_loss(runs: Sequence[Run]) -> float | None:
@@ -408,7 +446,10 @@ def _figures(groups: _Groups, compared: Sequence[_Row], target: float | None) ->
     band = " Line and band: mean ± one standard deviation over seeds, evaluation by evaluation." if len(every) > len(groups) else ""
     if any(_points(run, "time_s", "loss") for run in every):
         dots = {row["label"]: (row["time_to_target_s"], target) for row in compared if row["speed_up"]}
-        caption = f"Loss against time on the run's clock. Dots: first evaluation at the target. High losses are cut off.{band}"
+        caption = (
+            "Loss against modelled time. Large dots: when an evaluation was at or below the target for the first time. "
+            f"High losses are cut off.{band}"
+        )
         yield "loss_vs_time", _curves(groups, "time_s", "loss", target, dots), caption
         caption = f"Loss against {data.replace('_', ' ')}: what a method learns from the same data, whatever the network.{band}"
         yield "loss_vs_tokens", _curves(groups, data, "loss", target, {}), caption
@@ -418,7 +459,8 @@ def _figures(groups: _Groups, compared: Sequence[_Row], target: float | None) ->
     if traces := {label: trace for label, group in groups.items() if (trace := _trace(group[0]))}:
         caption = (
             f"The beginning of one run of each method. A row is a node (at most {_ROWS_SHOWN} are drawn), on white a server. "
-            "A message lies on its sender's row. Idle: share of the workers' time in the whole run."
+            "A message lies on its sender's row. Idle: share of the workers' time in the whole run in which they do not "
+            "compute, transfers among it."
         )
         without = ", ".join(label for label in groups if label not in traces)
         yield "timeline", _timeline(traces, groups), f"{caption} No trace: {without}." if without else caption
@@ -436,7 +478,7 @@ def _curves(groups: _Groups, x: str, y: str, target: float | None, dots: dict[st
     handles = []
     for label, (at, mean, sd) in lines.items():
         colour, dashes = looks[label]
-        handles += axes.plot(at, mean, color=colour, linestyle=dashes, linewidth=1.8)
+        handles += axes.plot(at, mean, color=colour, linestyle=dashes, linewidth=1.8, marker="o", markersize=3)
         axes.fill_between(at, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0)
     for label, dot in dots.items():
         axes.plot(*dot, "o", color=looks[label][0], markeredgecolor="white", markersize=8, zorder=5)
@@ -475,7 +517,7 @@ def _time_axis(axes: Axes, start_s: float, end_s: float) -> None:
     axes.set_xticks(ticks, [clock(tick).replace(".0", "") for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(start_s, end_s)
-    axes.set_xlabel("time on the run's clock")
+    axes.set_xlabel("modelled time")
 
 
 def _line(group: Sequence[Run], x: str, y: str) -> Any:

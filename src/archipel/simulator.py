@@ -344,12 +344,13 @@ class Simulator:
     def collect_evaluations(self) -> None:
         """Wait for the evaluations under way and put down their losses."""
         for evaluation, loss, own in self.evaluations:
-            evaluation.loss = loss.result()
-            if evaluation.loss is not None and not math.isfinite(evaluation.loss):
+            value = loss.result()
+            if value is not None and not math.isfinite(value):
                 raise Diverged(
-                    f"the validation loss is {evaluation.loss} at {evaluation.time_s:.1f} s on the virtual clock, after "
+                    f"the validation loss is {value} at {evaluation.time_s:.1f} s on the virtual clock, after "
                     f"{evaluation.inner_steps:,} inner steps; try a lower learning rate, inner or outer"
                 )
+            evaluation.loss = value
             if own:
                 evaluation.replica_loss = float(np.mean([promise.result() for promise in own]))
         self.evaluations = []
