@@ -398,3 +398,13 @@ def test_a_file_must_be_python(tmp_path: Path) -> None:
     path.write_text(CONV)
     name = f"{path}:make"
     assert problem(name) == f"task.name = {name!r}: {str(path)!r} is not a Python file"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gpt_runs_in_the_type_of_its_weights(dtype: torch.dtype) -> None:
+    model = GPT(vocabulary=11, context=6, layers=1, width=8, heads=2)
+    tokens = torch.arange(6).view(1, 6)
+    logits = model(tokens)
+    other = model.to(dtype)(tokens)
+    assert other.dtype == dtype
+    torch.testing.assert_close(other.float(), logits, rtol=0.05, atol=0.02)

@@ -34,14 +34,14 @@ class Block(nn.Module):
 
 def causal_attention(qkv: Tensor, heads: int) -> Tensor:
     """Multi-head causal attention on packed queries, keys and values: (batch, sequence, 3·width) to (batch, sequence, width)."""
-    batch, sequence, _ = qkv.shape
-    if qkv.device.type == "cpu":
+    (batch, sequence, _), dtype = qkv.shape, qkv.dtype
+    if qkv.device.type == "cpu" and dtype == torch.bfloat16:
         # On CPUs with bf16 arithmetic the fused kernel's backward pass in bf16 takes half of a step; in fp32 it does not.
         qkv = qkv.float()
     q, k, v = qkv.view(batch, sequence, 3, heads, -1).permute(2, 0, 3, 1, 4)
     with torch.autocast("cpu", enabled=False):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return attended.transpose(1, 2).reshape(batch, sequence, -1)
+    return attended.transpose(1, 2).reshape(batch, sequence, -1).to(dtype)
 
 
 class GPT(nn.Module):
