@@ -72,7 +72,7 @@ def compare(
     """Which method trains fastest on this network? Real gradients, a modelled clock."""
     recipes = comparison(
         method_list,
-        {"topology": topology, "profile": profile, "task": task, "run": {"steps": steps, "tokens": tokens}},
+        {"topology": topology, "profile": profile, "task": task, "pipeline": {}, "run": {"steps": steps, "tokens": tokens}},
         seeds,
         settings or [],
     )

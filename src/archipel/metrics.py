@@ -84,9 +84,9 @@ class Recorder:
     evaluations: list[Evaluation] = field(default_factory=list)
     trainings: list[Training] = field(default_factory=list)
 
-    def computes(self, node: NodeId, start_s: float, end_s: float) -> None:
-        """`node` trains from `start_s` to `end_s`."""
-        self.compute_s[node] = self.compute_s.get(node, 0.0) + end_s - start_s
+    def computes(self, node: NodeId, start_s: float, end_s: float, busy_s: float | None = None) -> None:
+        """`node` trains from `start_s` to `end_s`, of which it computes for `busy_s`: a stage of a pipeline also waits."""
+        self.compute_s[node] = self.compute_s.get(node, 0.0) + (end_s - start_s if busy_s is None else busy_s)
         self.busy_until_s[node] = end_s
         self._span(node, "compute", start_s, end_s)
 
