@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from archipel import studies
+from archipel import report, studies
 from archipel.errors import UserError
-from archipel.studies import noloco_spread
+from archipel.studies import noloco_routing, noloco_spread
 
 
 @pytest.mark.parametrize("name", studies.names())
@@ -49,3 +49,23 @@ def test_the_spread_of_noloco_follows_the_learning_rate(tmp_path: Path) -> None:
     assert answer.plots[0].is_file()
     assert float(answer.rows[0][1]) > 0.8
     assert answer.headline.startswith("Real: gradients")
+
+
+@pytest.mark.slow
+def test_random_routes_are_compared_with_fixed_ones(tmp_path: Path) -> None:
+    answer = noloco_routing.run(tmp_path / "out", studies.Settings(steps=200, seeds=1))
+    assert [row[:2] for row in answer.rows] == [["without", "fixed"], ["without", "random"], ["with", "fixed"], ["with", "random"]]
+    spreads = [float(row[-1]) for row in answer.rows]
+    assert min(spreads[:2]) > 10 * max(spreads[2:])  # an outer step does more than routes
+    assert answer.finding.startswith("Without an outer step, random routes change the spread by ")
+    assert answer.plots[0].is_file()
+
+
+def test_changes_are_of_pairs_with_one_seed() -> None:
+    def run(loss: float, spread: float) -> report.Run:
+        return report.Run(Path(), {"replica_loss": loss, "replica_std": spread}, [])
+
+    fixed, random = [run(2.0, 0.1), run(3.0, 0.2)], [run(2.0 + math.log(1.02), 0.09), run(3.0, 0.16)]
+    assert noloco_routing.finding("without", fixed, random) == (
+        "Without an outer step, random routes change the spread by -15.0 ± 7.1 % and the replicas' own perplexity by +1.0 ± 1.4 %."
+    )

@@ -249,8 +249,8 @@ def summarize(recipe: Recipe, simulator: Simulator, pool: Pool | None, stopped: 
         "modelled": f"the clock: topology {recipe.topology.name}, profile {recipe.profile.name} "
         f"({recipe.profile.model_bytes:,} bytes a model, {recipe.profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
         + in_stages(recipe),
-        "settings": recipe.config.model_dump(mode="json"),
-        "pipeline": recipe.pipeline.model_dump(mode="json"),
+        "settings": recipe.config.model_dump(mode="json")
+        | (recipe.pipeline.model_dump(mode="json") if recipe.pipeline.stages > 1 else {}),
         "changed": {name: list(pair) for name, pair in recipe.changed().items()},
         "loss_name": pool.task.loss_name if pool else None,
         "entropy_rate": pool.task.entropy_rate if pool else None,
@@ -266,10 +266,7 @@ def in_stages(recipe: Recipe) -> str:
     pipeline = recipe.pipeline
     if pipeline.stages == 1:
         return ""
-    return (
-        f", {recipe.replicas} replicas of {pipeline.stages} stages (GPipe's schedule, {pipeline.micro_batches} micro-batches, "
-        f"{pipeline.routing} routes)"
-    )
+    return f", {recipe.replicas} replicas in {pipeline.stages} stages (GPipe's schedule, {pipeline.micro_batches} micro-batches)"
 
 
 def _leave(directory: Path, recipe: Recipe, simulator: Simulator, pool: Pool | None, stopped: str, wall_s: float) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def cut(model: nn.Module, stages: int) -> list[nn.Sequential]:
         UserError: it is no plain `nn.Sequential`, has too few blocks, or two parts would share a parameter.
     """
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
-        raise UserError(f"pipeline.stages = {stages}: the model must be an nn.Sequential of blocks, and is a {type(model).__name__}")
+        kind = type(model).__name__
+        raise UserError(f"pipeline.stages = {stages}: the model must be an nn.Sequential of blocks, and is a {kind}")
     blocks = list(model.named_children())
     sizes = [sum(parameter.numel() for parameter in parameters(block).values()) for _, block in blocks]
     weight, ends = _balanced(tuple(sizes), stages)

@@ -402,7 +402,7 @@ class WorkerMemory:
 
 
 def _specs(workers: Sequence[Replica], whole: Replica) -> tuple[TensorSpec, ...]:
-    """All shared tensors: for each worker its vector, a gradient and its state; then one whole vector more than there are workers."""
+    """All shared tensors: each worker's vector, gradient and state; then whole vectors, one more than there are workers."""
     specs = []
     for replica in workers:
         vector = TensorSpec((replica.layout.numel,), torch.float32)
@@ -412,9 +412,8 @@ def _specs(workers: Sequence[Replica], whole: Replica) -> tuple[TensorSpec, ...]
 
 def split_memory(tensors: list[Tensor], states: Sequence[int]) -> tuple[list[WorkerMemory], list[Tensor]]:
     """The parts of all workers, and the vectors for evaluations; `states` has the number of tensors in each worker's state."""
-    rest, parts = iter(tensors), []
-    for state in states:
-        parts.append(WorkerMemory(next(rest), next(rest), [next(rest) for _ in range(state)]))
+    rest = iter(tensors)
+    parts = [WorkerMemory(next(rest), next(rest), [next(rest) for _ in range(state)]) for state in states]
     return parts, list(rest)
 
 

@@ -63,7 +63,7 @@ class Recipe:
     profile: Profile | None
     task: TaskConfig
     run: RunConfig
-    pipeline: PipelineConfig = PipelineConfig()
+    pipeline: PipelineConfig
 
     @property
     def replicas(self) -> int:

@@ -69,7 +69,16 @@ class Drain:
     version: int
 
 
-Event = Deliver | Finish | Drain
+@dataclass(eq=False, slots=True)
+class Tally:
+    """The inner steps of a pipeline's team end; until now they have sent this much."""
+
+    messages: int = 0
+    sent_bytes: float = 0.0
+    slow_link_bytes: float = 0.0
+
+
+Event = Deliver | Finish | Drain | Tally
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -141,9 +150,7 @@ class Simulator:
         self.network, self.profile, self.trainer, self.recorder, self.stop = network, profile, trainer, recorder, stop
         self.evaluate_every, self.tokens_per_step, self.parameters = evaluate_every, tokens_per_step, parameters
         self.seed, self.pipeline = seed, pipeline
-        self.vector_bytes = {
-            actor.me: profile.model_bytes * (pipeline.share(actor.me) if pipeline else 1.0) for actor in actors
-        }
+        self.vector_bytes = {actor.me: profile.model_bytes * (pipeline.share(actor.me) if pipeline else 1.0) for actor in actors}
         self.contexts = {actor.me: NodeContext(actor.me, self, seed, i) for i, actor in enumerate(actors)}
         self.now = 0.0
         self.absorbed_by_nodes = 0
@@ -189,6 +196,8 @@ class Simulator:
                     self._handle(worker, self._answer(event), worker)
                 case Drain():
                     self._drain(event)
+                case Tally(messages=messages, sent_bytes=sent_bytes, slow_link_bytes=slow_link_bytes):
+                    self.recorder.counts(messages, sent_bytes, slow_link_bytes)
         if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps < self.absorbed:
             self._evaluate()
         self.collect_evaluations()
@@ -251,8 +260,9 @@ class Simulator:
         stages = self.pipeline.stages if self.pipeline else 1
         if plan is not None and already and sum(taken.values()) > 10 * plan * stages:
             raise UserError(
-                f"the workers have taken {sum(taken.values()) // stages:,} inner steps since the model to take home last changed, and the "
-                f"run is planned for {plan:,}: outer steps come too seldom; lower inner_steps or accumulate, or give it more steps"
+                f"the workers have taken {sum(taken.values()) // stages:,} inner steps since the model to take home last changed, "
+                f"and the run is planned for {plan:,}: outer steps come too seldom; "
+                f"lower inner_steps or accumulate, or give it more steps"
             )
         if event.steps:
             taken[event.worker] = already + event.steps
@@ -297,25 +307,28 @@ class Simulator:
         if any(other.steps != steps for other in calls):
             asked = ", ".join(f"{node}: {other.steps}" for node, other in zip(nodes, calls, strict=True))
             raise UserError(f"the nodes of a pipeline must take equally many inner steps (without dynamic_steps), not {asked}")
-        end_s = self._pipeline_end_s(pipeline, team, steps)
+        end_s, tally = self._pipeline_end_s(pipeline, team, steps)
+        self.push(float(end_s.max()), tally)
         thetas, progress = [other.theta for other in calls], [other.progress for other in calls]
         promises = self.trainer.train_stages(team, thetas, steps, progress, float(end_s.min()))
-        for node, other, answer, node_end_s in zip(nodes, calls, promises, end_s.flat, strict=True):
+        for node, other, answer, node_end_s in zip(nodes, calls, promises, end_s.flatten().tolist(), strict=True):
             busy_s = steps * self.step_time_s[node] / pipeline.stages
             self.recorder.computes(node, self.now, node_end_s, busy_s)
             self.push(node_end_s, Finish(node, answer, steps, other.progress))
 
-    def _pipeline_end_s(self, pipeline: Pipeline, team: tuple[int, ...], steps: int) -> np.ndarray:
-        """When the nodes of `team` have taken `steps` inner steps from now on, shape (stages, len(team))."""
+    def _pipeline_end_s(self, pipeline: Pipeline, team: tuple[int, ...], steps: int) -> tuple[np.ndarray, Tally]:
+        """When the nodes of `team` have taken `steps` inner steps from now on, shape (stages, len(team)), and what they send."""
         nodes = [[stage[q] for q in team] for stage in pipeline.nodes]
         parts = 3 * pipeline.micro_batches * pipeline.stages
         forward_s = np.array([[self.step_time_s[node] / parts for node in stage] for stage in nodes])
-        size_bytes = self.profile.activation_bytes / pipeline.micro_batches
+        size_bytes, tally = self.profile.activation_bytes / pipeline.micro_batches, Tally()
 
         def message_s(size_bytes: float) -> Callable[[int, int, int, int], float]:
             def seconds(k: int, a: int, to: int, b: int) -> float:
                 sender, receiver = nodes[k][a], nodes[to][b]
-                self.recorder.counts(1, size_bytes, size_bytes if sender.region != receiver.region else 0.0)
+                tally.messages += 1
+                tally.sent_bytes += size_bytes
+                tally.slow_link_bytes += size_bytes if sender.region != receiver.region else 0.0
                 return self.network.message_s(sender, receiver, size_bytes)
 
             return seconds
@@ -328,7 +341,7 @@ class Simulator:
             end_s = step_end_s(routes, end_s, forward_s, message_s(size_bytes))
             if pipeline.clips:
                 end_s = norm_end_s(end_s, message_s(4))
-        return end_s
+        return end_s, tally
 
     def send(self, sender: NodeId, to: NodeId, message: Message) -> None:
         if to not in self.actors:
