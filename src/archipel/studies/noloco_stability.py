@@ -1,0 +1,204 @@
+"""Does the window of NoLoCo's averaging strength, derived on a quadratic, hold for a real network?
+
+What is compared: settings inside and outside the window of `theory.gamma_window` for a flat direction, each run with the same
+seeds. The workers are equally fast and in one region, so that all are at the same outer step when they are compared. In each run
+three curves over outer steps: the replicas' standard deviation, the mean of the replicas' own validation losses, and the
+validation loss of their mean, which is what a user would watch.
+
+Beside the measured growth of the spread stand two factors of a flat direction: the root of the mean square's
+(`theory.spread_radius`) and that of a typical run, which is lower for so few workers (docs/theory.md, section 7). Both are without
+kicks, and the learning rate's schedule changes those. So there is `predicted`, the whole curve by recursion with kicks that follow
+the learning rate; their size, which no theory gives, is fitted to the last setting's runs alone and then used for all.
+
+No warning precedes the diverging runs (`experiment.warn_of_divergence`): that they diverge is the question.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
+
+from archipel import experiment, report, theory
+from archipel.errors import Diverged
+from archipel.recipe import Recipe, parse_recipe
+from archipel.studies import Answer, Settings
+from archipel.task import Schedule
+
+TITLE = "Do NoLoCo's replicas drift apart outside the window of its averaging strength?"
+WORKERS, OUTER_STEPS, BETA = 8, 50, 0.7
+ALPHAS_AND_GAMMAS = ((0.9, 1.5), (0.9, 0.7), (0.9, 0.2), (0.5, 0.7))
+COLORS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
+LEGEND = (
+    "Factors of the replicas' standard deviation in one outer step: √ρ and typical, exact in a flat direction without kicks, in "
+    "mean square and in a typical run; recursion and measured, least squares on the logarithm over the second half of the outer "
+    "steps, of the mean square with kicks that follow the learning rate and of the runs. spread, predicted: the last standard "
+    "deviation, measured and of the recursion, whose one scale is fitted to the last row's runs. Losses: least → last, of their "
+    "mean over seeds."
+)
+Curve = npt.NDArray[np.float64]
+"""One value an outer step, from the first one's end on: shape (OUTER_STEPS,)."""
+
+
+def run(out: Path, settings: Settings) -> Answer:
+    """One NoLoCo run for each setting and seed, evaluated after every outer step."""
+    inner_steps = max(1, settings.steps // (WORKERS * OUTER_STEPS))
+    recipes = [_recipe(*key, inner_steps, seed) for key in ALPHAS_AND_GAMMAS for seed in range(settings.seeds)]
+    runs: dict[tuple[float, float], list[report.Run]] = {}
+    broken: list[str] = []
+    with experiment.open_pool(recipes[0], settings.processes) as pool:
+        experiment.prepare_output(out, [_name(recipe) for recipe in recipes])
+        for recipe in recipes:
+            try:
+                summary = experiment.simulate(recipe, pool, out / _name(recipe))
+            except Diverged as error:  # it leaves no directory; the others still answer
+                broken.append(f"{error} (seed {recipe.run.seed})")
+                continue
+            key = summary["settings"]["alpha"], summary["settings"]["gamma"]
+            runs.setdefault(key, []).append(report.load(out / _name(recipe)))
+    if not runs:
+        raise Diverged("; ".join(broken))
+    predictions = {key: predicted(*key, inner_steps) for key in runs}
+    fitted = list(runs)[-1]
+    kick = math.exp(np.mean([np.log(curve(run, "replica_std") / predictions[fitted]) for run in runs[fitted]]))
+    predictions = {key: kick * line for key, line in predictions.items()}
+    every = [run for group in runs.values() for run in group]
+    report.write(every, out)
+    return Answer(
+        headline=report.headline(every),
+        finding="\n".join([*(_finding(key, runs[key]) for key in runs), *(f"Without figures: {one}" for one in broken), LEGEND]),
+        columns=["α", "γ", "√ρ", "typical", "recursion", "measured", "spread", "predicted", "replicas' loss", "loss of mean"],
+        rows=[_row(key, runs[key], predictions[key]) for key in runs],
+        plots=[plot(runs, predictions, out / "noloco-stability.png")],
+    )
+
+
+def _recipe(alpha: float, gamma: float, inner_steps: int, seed: int) -> Recipe:
+    return parse_recipe(
+        {
+            "label": f"alpha{alpha}-gamma{gamma}",
+            "method": {"name": "noloco", "inner_steps": inner_steps, "alpha": alpha, "beta": BETA, "gamma": gamma},
+            "topology": {"name": f"{WORKERS} equal workers", "regions": {"a": [1.0] * WORKERS}},
+            "run": {"steps": inner_steps * WORKERS * OUTER_STEPS, "seed": seed, "evaluations": OUTER_STEPS},
+        }
+    )
+
+
+def _name(recipe: Recipe) -> str:
+    return f"{recipe.label}-seed{recipe.run.seed}"
+
+
+def curve(run: report.Run, key: str) -> Curve:
+    """`key` of the evaluation after each outer step; not that of the untrained model."""
+    return np.array([line[key] for line in run.evals[1:]])
+
+
+def growth(spread: Curve) -> float:
+    """The factor of a curve in one step: least squares on its logarithm over the second half, when the kicks grow weak."""
+    half = spread[len(spread) // 2 :]
+    return math.exp(np.polyfit(np.arange(len(half)), np.log(half), 1)[0])
+
+
+def typical_factor(setting: theory.Setting, outer_steps: int = 20_000) -> float:
+    """The factor of the replicas' standard deviation in an outer step of a long run, pairs, flat direction, no kicks.
+
+    exp of the Lyapunov exponent: the mean logarithm of the growth of all deviations from the mean, seed 0. N must be even.
+    """
+    assert setting.workers is not None
+    rng, total = np.random.default_rng(0), 0.0
+    x = rng.normal(size=(2, setting.workers))  # rows: φ and δ; two neighbours are a pair
+    for _ in range(outer_steps):
+        x = x[:, rng.permutation(setting.workers)]
+        apart = x[0] - x[0].reshape(-1, 2).mean(axis=1).repeat(2)
+        x[1] = setting.alpha * x[1] - setting.gamma * apart
+        x[0] += x[1]
+        x -= x.mean(axis=1, keepdims=True)
+        size = float(np.linalg.norm(x))
+        total, x = total + math.log(size), x / size
+    return math.exp(total / outer_steps)
+
+
+def predicted(alpha: float, gamma: float, inner_steps: int) -> Curve:
+    """The root of the mean square spread after each outer step, from equal replicas, in a flat direction. Up to one factor.
+
+    An inner step kicks with a variance in proportion to the square of its learning rate, and the kicks of a round add up.
+    """
+    total = inner_steps * OUTER_STEPS
+    rates = np.array([Schedule().factor(step, total) for step in range(total)]).reshape(OUTER_STEPS, inner_steps)
+    # At ωλ = 1e-9 the curvature itself does nothing, and a round of one inner step with σ = 1e9·f kicks with variance f².
+    flat = theory.Setting(alpha, BETA, gamma, curvature_rate=1e-9, inner_steps=1, workers=WORKERS)
+    spread, curve = np.zeros((2, 2)), []
+    for variance in (rates**2).sum(axis=1):
+        spread = theory.step_spread(replace(flat, sigma=1e9 * math.sqrt(variance)), spread)
+        curve.append(math.sqrt(spread[0, 0]))
+    return np.array(curve)
+
+
+def _row(key: tuple[float, float], runs: list[report.Run], prediction: Curve) -> list[Any]:
+    """One setting: factors of the spread in an outer step, the last spread, and both losses; see `LEGEND`."""
+    flat = theory.Setting(key[0], BETA, key[1], workers=WORKERS)
+    spreads, replicas, means = ([curve(run, name) for run in runs] for name in ("replica_std", "replica_loss", "loss"))
+    return [
+        *key,
+        f"{math.sqrt(theory.spread_radius(flat)):.3f}",
+        f"{typical_factor(flat):.3f}",
+        f"{growth(prediction):.3f}",
+        _mean_sd([growth(spread) for spread in spreads]),
+        f"{np.mean([spread[-1] for spread in spreads]):.2g}",
+        f"{prediction[-1]:.2g}",
+        *(f"{line.min():.3f} → {line[-1]:.3f}" for line in (np.mean(replicas, axis=0), np.mean(means, axis=0))),
+    ]
+
+
+def _finding(key: tuple[float, float], runs: list[report.Run]) -> str:
+    """What happened with one setting, mean over seeds."""
+    low, high = theory.gamma_window(theory.Setting(key[0], BETA, key[1], workers=WORKERS))
+    side = "inside" if low < key[1] < high else "outside"
+    factor = np.mean([growth(curve(run, "replica_std")) for run in runs])
+    curves = {name: np.mean([curve(run, name) for run in runs], axis=0) for name in ("replica_loss", "loss")}
+    after = {name: int(np.argmin(line)) + 1 for name, line in curves.items()}
+    above = {name: line[-1] - line.min() for name, line in curves.items()}
+    return (
+        f"α = {key[0]}, γ = {key[1]}, {side} the window {low:g} to {high:.2f}: in the second half the spread is multiplied by "
+        f"{factor:.3f} an outer step; the replicas' own loss is least after outer step {after['replica_loss']} and ends "
+        f"{above['replica_loss']:.3f} above that; the loss of their mean is least after {after['loss']} and ends "
+        f"{above['loss']:.3f} above that."
+    )
+
+
+def plot(runs: dict[tuple[float, float], list[report.Run]], predictions: dict[tuple[float, float], Curve], path: Path) -> Path:
+    """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a setting."""
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    names = {
+        "replica_std": "replicas' standard deviation",
+        "replica_loss": "validation loss of the replicas, mean",
+        "loss": "validation loss of the replicas' mean",
+    }
+    for (key, group), color in zip(runs.items(), COLORS, strict=False):
+        steps = np.arange(1, len(predictions[key]) + 1)
+        for axes, name in zip(panels, names, strict=True):
+            for i, run in enumerate(group):
+                label = None if i else f"α = {key[0]}, γ = {key[1]}"
+                axes.plot(steps, curve(run, name), color=color, linewidth=1.2, alpha=0.8, label=label)
+        panels[0].plot(steps, predictions[key], "--", color=color, linewidth=1.6)
+    panels[0].plot([], [], "--", color="#444444", label="theory, one scale for all")
+    for axes, name in zip(panels, names.values(), strict=True):
+        axes.set(xlabel="outer step", title=name, yscale="linear" if axes is panels[2] else "log")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axis in (panels[1].yaxis.set_major_formatter, panels[1].yaxis.set_minor_formatter):
+        axis(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
+    return path
+
+
+def _mean_sd(values: list[float]) -> str:
+    """Mean ± standard deviation over seeds; the value alone for one seed."""
+    return f"{np.mean(values):.3f}" + (f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else "")
