@@ -54,7 +54,7 @@ def ellipse(setting: Setting) -> Figure:
     for alpha, color in ((0.5, "#0072B2"), (0.9, "#D55E00")):
         # One inner step at ωλ = 1 has D = −1, so that k = β: any k can be asked for.
         one = replace(setting, alpha=alpha, inner_steps=1, curvature_rate=1.0)
-        pulls = np.linspace(1e-6, 4 * (1 + alpha), 4001)
+        pulls = np.linspace(1e-6, 4 * (1 + alpha), 2001)
         edges = np.array([theory.gamma_window(replace(one, beta=float(k))) for k in pulls])
         inside = ~np.isnan(edges[:, 0])
         low, high, pulls = edges[inside, 0], edges[inside, 1], pulls[inside]
@@ -75,12 +75,12 @@ def factor_and_spread(setting: Setting) -> Figure:
     for alpha in ALPHAS:
         flat = replace(setting, alpha=alpha, curvature_rate=0.0)
         _, high = theory.gamma_window(flat)
-        gammas = np.linspace(0, 2, 401)
+        gammas = np.linspace(0, 2, 201)
         factors.plot(gammas, [theory.spread_radius(replace(flat, gamma=float(g))) for g in gammas], label=f"α = {alpha}")
         best = replace(flat, gamma=theory.gamma_best(flat))
         factors.plot(best.gamma, theory.spread_radius(best), "o", color=factors.lines[-1].get_color())
         # The flat limit of V/s²: the law's constant is V/(ωλ)² where s² = m(ωλσ)².
-        stable = np.linspace(0, high, 1002)[1:-1]
+        stable = np.linspace(0, high, 502)[1:-1]
         values = [_spread_over_noise(replace(flat, gamma=float(g))) for g in stable]
         quiet = replace(flat, gamma=theory.gamma_quietest(flat))
         spreads.semilogy(stable, values, label=f"α = {alpha}")
