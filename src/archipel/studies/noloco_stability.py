@@ -162,14 +162,18 @@ def _finding(key: tuple[float, float], runs: list[report.Run]) -> str:
     side = "inside" if low < key[1] < high else "outside"
     factor = np.mean([growth(curve(run, "replica_std")) for run in runs])
     curves = {name: np.mean([curve(run, name) for run in runs], axis=0) for name in ("replica_loss", "loss")}
-    after = {name: int(np.argmin(line)) + 1 for name, line in curves.items()}
-    above = {name: line[-1] - line.min() for name, line in curves.items()}
     return (
         f"α = {key[0]}, γ = {key[1]}, {side} the window {low:g} to {high:.2f}: in the second half the spread is multiplied by "
-        f"{factor:.3f} an outer step; the replicas' own loss is least after outer step {after['replica_loss']} and ends "
-        f"{above['replica_loss']:.3f} above that; the loss of their mean is least after {after['loss']} and ends "
-        f"{above['loss']:.3f} above that."
+        f"{factor:.3f} an outer step; the replicas' own loss is {_least(curves['replica_loss'])}, the loss of their mean "
+        f"{_least(curves['loss'])}."
     )
+
+
+def _least(loss: Curve) -> str:
+    after = int(np.argmin(loss)) + 1
+    if after == len(loss):
+        return "least at the end"
+    return f"least after outer step {after} and ends {loss[-1] - loss.min():.3f} above"
 
 
 def plot(runs: dict[tuple[float, float], list[report.Run]], predictions: dict[tuple[float, float], Curve], path: Path) -> Path:
