@@ -7,8 +7,9 @@ validation loss of their mean, which is what a user would watch.
 
 Beside the measured growth of the spread stand two factors of a flat direction: the root of the mean square's
 (`theory.spread_radius`) and that of a typical run, which is lower for so few workers (docs/theory.md, section 7). Both are without
-kicks, and the learning rate's schedule changes those. So there is `predicted`, the whole curve by recursion with kicks that follow
-the learning rate; their size, which no theory gives, is fitted to the last setting's runs alone and then used for all.
+kicks, and the learning rate's schedule changes those. So there is `predicted`, the whole curve by recursion with the run's own
+partitions and kicks that follow the learning rate; their size, which no theory gives, is fitted to the last setting's runs alone
+and then used for all.
 
 No warning precedes the diverging runs (`experiment.warn_of_divergence`): that they diverge is the question.
 """
@@ -16,7 +17,6 @@ No warning precedes the diverging runs (`experiment.warn_of_divergence`): that t
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from matplotlib.ticker import LogFormatter
 
 from archipel import experiment, report, theory
 from archipel.errors import Diverged
+from archipel.methods import noloco
 from archipel.recipe import Recipe, parse_recipe
 from archipel.studies import Answer, Settings
 from archipel.task import Schedule
@@ -36,12 +37,13 @@ WORKERS, OUTER_STEPS, BETA = 8, 50, 0.7
 ALPHAS_AND_GAMMAS = ((0.9, 1.5), (0.9, 0.7), (0.9, 0.2), (0.5, 0.7))
 COLORS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
 LEGEND = (
-    "Factors of the replicas' standard deviation in one outer step: √ρ and typical, exact in a flat direction without kicks, in "
-    "mean square and in a typical run; recursion and measured, least squares on the logarithm over the second half of the outer "
-    "steps, of the mean square with kicks that follow the learning rate and of the runs. spread, predicted: the last standard "
-    "deviation, measured and of the recursion, whose one scale is fitted to the last row's runs. Losses: least → last, of their "
-    "mean over seeds."
+    "Factors of the replicas' standard deviation in one outer step: √ρ and typical, in a flat direction without kicks, in mean "
+    "square and in a typical run; recursion and measured, least squares on the logarithm over the second half of the outer steps, "
+    "of the recursion with each run's own partitions and kicks that follow the learning rate, and of the runs. spread, predicted: "
+    "the last standard deviation, measured and of the recursion, whose one scale is fitted to the last row's runs. Losses: least → "
+    "last, of their mean over seeds."
 )
+Key = tuple[float, float]  # (α, γ)
 Curve = npt.NDArray[np.float64]
 """One value an outer step, from the first one's end on: shape (OUTER_STEPS,)."""
 
@@ -50,7 +52,7 @@ def run(out: Path, settings: Settings) -> Answer:
     """One NoLoCo run for each setting and seed, evaluated after every outer step."""
     inner_steps = max(1, settings.steps // (WORKERS * OUTER_STEPS))
     recipes = [_recipe(*key, inner_steps, seed) for key in ALPHAS_AND_GAMMAS for seed in range(settings.seeds)]
-    runs: dict[tuple[float, float], list[report.Run]] = {}
+    runs: dict[Key, list[report.Run]] = {}
     broken: list[str] = []
     with experiment.open_pool(recipes[0], settings.processes) as pool:
         experiment.prepare_output(out, [_name(recipe) for recipe in recipes])
@@ -64,10 +66,11 @@ def run(out: Path, settings: Settings) -> Answer:
             runs.setdefault(key, []).append(report.load(out / _name(recipe)))
     if not runs:
         raise Diverged("; ".join(broken))
-    predictions = {key: predicted(*key, inner_steps) for key in runs}
+    predictions = {key: [predicted(*key, inner_steps, run.summary["seed"]) for run in group] for key, group in runs.items()}
     fitted = list(runs)[-1]
-    kick = math.exp(np.mean([np.log(curve(run, "replica_std") / predictions[fitted]) for run in runs[fitted]]))
-    predictions = {key: kick * line for key, line in predictions.items()}
+    pairs = zip(runs[fitted], predictions[fitted], strict=True)
+    kick = math.exp(np.mean([np.log(curve(run, "replica_std") / line) for run, line in pairs]))
+    predictions = {key: [kick * line for line in lines] for key, lines in predictions.items()}
     every = [run for group in runs.values() for run in group]
     report.write(every, out)
     return Answer(
@@ -124,23 +127,29 @@ def typical_factor(setting: theory.Setting, outer_steps: int = 20_000) -> float:
     return math.exp(total / outer_steps)
 
 
-def predicted(alpha: float, gamma: float, inner_steps: int) -> Curve:
-    """The root of the mean square spread after each outer step, from equal replicas, in a flat direction. Up to one factor.
+def predicted(alpha: float, gamma: float, inner_steps: int, seed: int) -> Curve:
+    """The root of the spread after each outer step, from equal replicas, in a flat direction. Up to one factor.
 
-    An inner step kicks with a variance in proportion to the square of its learning rate, and the kicks of a round add up.
+    An inner step kicks with a variance in proportion to the square of its learning rate, and the kicks of a round add up. The
+    partitions are those that a run with this seed has, so only the kicks are averaged over: with M the move of all (φ, δ) and A
+    the averaging, C ← M C Mᵀ + β²s²·A Aᵀ in all four blocks, C the second moments of 2·WORKERS numbers.
     """
     total = inner_steps * OUTER_STEPS
     rates = np.array([Schedule().factor(step, total) for step in range(total)]).reshape(OUTER_STEPS, inner_steps)
-    # At ωλ = 1e-9 the curvature itself does nothing, and a round of one inner step with σ = 1e9·f kicks with variance f².
-    flat = theory.Setting(alpha, BETA, gamma, curvature_rate=1e-9, inner_steps=1, workers=WORKERS)
-    spread, curve = np.zeros((2, 2)), []
-    for variance in (rates**2).sum(axis=1):
-        spread = theory.step_spread(replace(flat, sigma=1e9 * math.sqrt(variance)), spread)
-        curve.append(math.sqrt(spread[0, 0]))
-    return np.array(curve)
+    workers = tuple(worker.id for worker in _recipe(alpha, gamma, inner_steps, seed).topology.workers)
+    moments, same, spread = np.zeros((2 * WORKERS, 2 * WORKERS)), np.eye(WORKERS), []
+    for outer_step, variance in enumerate((rates**2).sum(axis=1)):
+        group = noloco.groups(workers, 2, seed, outer_step)
+        average = np.array([[(other in group[me]) / len(group[me]) for other in workers] for me in workers])
+        pulled, momentum = -gamma * (same - average), alpha * same
+        move = np.block([[same + pulled, momentum], [pulled, momentum]])
+        moments = move @ moments @ move.T + np.kron(np.ones((2, 2)), BETA**2 * variance * average @ average.T)
+        phi = moments[:WORKERS, :WORKERS]
+        spread.append(math.sqrt((np.trace(phi) - phi.sum() / WORKERS) / WORKERS))
+    return np.array(spread)
 
 
-def _row(key: tuple[float, float], runs: list[report.Run], prediction: Curve) -> list[Any]:
+def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any]:
     """One setting: factors of the spread in an outer step, the last spread, and both losses; see `LEGEND`."""
     flat = theory.Setting(key[0], BETA, key[1], workers=WORKERS)
     spreads, replicas, means = ([curve(run, name) for run in runs] for name in ("replica_std", "replica_loss", "loss"))
@@ -148,15 +157,15 @@ def _row(key: tuple[float, float], runs: list[report.Run], prediction: Curve) ->
         *key,
         f"{math.sqrt(theory.spread_radius(flat)):.3f}",
         f"{typical_factor(flat):.3f}",
-        f"{growth(prediction):.3f}",
+        _mean_sd([growth(line) for line in predictions]),
         _mean_sd([growth(spread) for spread in spreads]),
         f"{np.mean([spread[-1] for spread in spreads]):.2g}",
-        f"{prediction[-1]:.2g}",
+        f"{np.mean([line[-1] for line in predictions]):.2g}",
         *(f"{line.min():.3f} → {line[-1]:.3f}" for line in (np.mean(replicas, axis=0), np.mean(means, axis=0))),
     ]
 
 
-def _finding(key: tuple[float, float], runs: list[report.Run]) -> str:
+def _finding(key: Key, runs: list[report.Run]) -> str:
     """What happened with one setting, mean over seeds."""
     low, high = theory.gamma_window(theory.Setting(key[0], BETA, key[1], workers=WORKERS))
     side = "inside" if low < key[1] < high else "outside"
@@ -176,8 +185,10 @@ def _least(loss: Curve) -> str:
     return f"least after outer step {after} and ends {loss[-1] - loss.min():.3f} above"
 
 
-def plot(runs: dict[tuple[float, float], list[report.Run]], predictions: dict[tuple[float, float], Curve], path: Path) -> Path:
-    """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a setting."""
+def plot(
+    runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]], path: Path
+) -> Path:
+    """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a setting; predictions dashed."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     names = {
@@ -186,13 +197,14 @@ def plot(runs: dict[tuple[float, float], list[report.Run]], predictions: dict[tu
         "loss": "validation loss of the replicas' mean",
     }
     for (key, group), color in zip(runs.items(), COLORS, strict=False):
-        steps = np.arange(1, len(predictions[key]) + 1)
+        steps = np.arange(1, OUTER_STEPS + 1)
         for axes, name in zip(panels, names, strict=True):
             for i, run in enumerate(group):
                 label = None if i else f"α = {key[0]}, γ = {key[1]}"
                 axes.plot(steps, curve(run, name), color=color, linewidth=1.2, alpha=0.8, label=label)
-        panels[0].plot(steps, predictions[key], "--", color=color, linewidth=1.6)
-    panels[0].plot([], [], "--", color="#444444", label="theory, one scale for all")
+        for line in predictions[key]:
+            panels[0].plot(steps, line, "--", color="black", linewidth=0.8)
+    panels[0].plot([], [], "--", color="black", linewidth=0.8, label="theory, one scale for all")
     for axes, name in zip(panels, names.values(), strict=True):
         axes.set(xlabel="outer step", title=name, yscale="linear" if axes is panels[2] else "log")
         axes.spines[["top", "right"]].set_visible(False)
