@@ -185,9 +185,7 @@ def _least(loss: Curve) -> str:
     return f"least after outer step {after} and ends {loss[-1] - loss.min():.3f} above"
 
 
-def plot(
-    runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]], path: Path
-) -> Path:
+def plot(runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]], path: Path) -> Path:
     """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a setting; predictions dashed."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
