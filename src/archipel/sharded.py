@@ -1,0 +1,167 @@
+"""A worker of several processes: FSDP2 shards one copy of the model over them, and outside it is one vector.
+
+What belongs here: one process's part of such a worker's inner steps. What does not: who starts the processes and tells
+them what to do next.
+
+All processes of a worker make the same calls in the same order. The first one has the vector and tells it to the others. A
+batch is cut along its first dimension, a part for each process, so that the worker takes the steps that one process
+would take with the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from archipel.data import Shard
+from archipel.pipeline import micro
+from archipel.replica import Run, check_loss, finite, loss_of, seed_step
+from archipel.task import Task
+from archipel.vector import Layout, float_buffers, integer_buffers, parameters
+
+
+class ShardedReplica:
+    """This process's part of one worker's model and inner optimizer. The process group is the worker's processes.
+
+    Attributes:
+        layout: of the whole model.
+    """
+
+    def __init__(self, task: Task, run: Run, device: torch.device) -> None:
+        self.task, self.run, self.device = task, run, device
+        self.rank, self.processes = dist.get_rank(), dist.get_world_size()
+        self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
+        self.module = task.seeded_model(run.seed).to(device)
+        self.layout = Layout.of(self.module)
+        shard_blocks(self.module, self.mesh)
+        self.parameters = [parameter for parameter in parameters(self.module).values() if isinstance(parameter, DTensor)]
+        self.optimizer = task.optimizer(self.module)
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+
+    # What the worker is asked for. Vectors have shape (numel,) and are overwritten with the result, in every process.
+
+    def train(
+        self, theta: Tensor, shard: Shard, steps: int, progress: int, cursor: int, after_step: Callable[[], None] = lambda: None
+    ) -> list[float]:
+        """See `Replica.train`.
+
+        Raises:
+            NonFiniteLoss: a loss is not finite.
+        """
+        with self._at(theta):
+            losses = []
+            for k in range(steps):
+                losses.append(self._backward(shard, cursor + k))
+                self._step(progress + k * self.run.workers)
+                after_step()
+        return finite(losses, cursor)
+
+    def differentiate(self, theta: Tensor, shard: Shard, cursor: int) -> list[float]:
+        """See `Replica.differentiate`.
+
+        Raises:
+            NonFiniteLoss: the loss is not finite.
+        """
+        with self._at(theta):
+            loss = self._backward(shard, cursor)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=False):
+            slot.view(theta).copy_(_whole(parameter.grad))
+        return finite([loss], cursor)
+
+    def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
+        """See `Replica.apply`."""
+        dist.broadcast(gradient, 0)
+        with self._at(theta):
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=False):
+                parameter.grad = self._part(slot.view(gradient).to(self.device), parameter)
+            self._step(progress)
+        theta[self.layout.parameters :] = gradient[self.layout.parameters :]
+        return []
+
+    def integers(self) -> list[Tensor]:
+        """The integer buffers of this process's model."""
+        return [tensor.clone() for tensor in integer_buffers(self.module).values()]
+
+    # How
+
+    @contextmanager
+    def _at(self, theta: Tensor) -> Iterator[None]:
+        """Take the first process's `theta` as weights; afterwards it holds what has become of them."""
+        dist.broadcast(theta, 0)
+        buffers, slots = list(float_buffers(self.module).values()), self.layout.slots
+        with torch.no_grad():
+            for slot, parameter in zip(slots, self.parameters, strict=False):
+                parameter.copy_(self._part(slot.view(theta).to(self.device), parameter))
+            for slot, buffer in zip(slots[len(self.parameters) :], buffers, strict=True):
+                buffer.copy_(slot.view(theta))
+        yield
+        with torch.no_grad():
+            for slot, parameter in zip(slots, self.parameters, strict=False):
+                slot.view(theta).copy_(_whole(parameter))
+            # Each process has seen its part of the batches only.
+            for slot, buffer in zip(slots[len(self.parameters) :], float_buffers(self.module).values(), strict=True):
+                mean = buffer.float().cpu() / self.processes
+                dist.all_reduce(mean)
+                slot.view(theta).copy_(mean)
+
+    def _backward(self, shard: Shard, index: int) -> Tensor:
+        seed_step(self.run.seed, shard, index * self.processes + self.rank, self.device)
+        self.optimizer.zero_grad()
+        batch = micro(self.task.batches(shard, index), self.processes)[self.rank]
+        loss = loss_of(self.task, self.module, batch, self.device)
+        check_loss(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for parameter in self.parameters:
+            if parameter.grad is None:  # as in `Replica`, a gradient is always there
+                parameter.grad = torch.zeros_like(parameter)
+        mean = loss.detach().float().cpu() / self.processes
+        dist.all_reduce(mean)
+        return mean
+
+    def _step(self, progress: int) -> None:
+        if self.task.gradient_clip is not None:
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            norm = _whole(torch.nn.utils.get_total_norm(gradients))
+            factor = float(torch.clamp(self.task.gradient_clip / (norm + 1e-6), max=1.0))
+            for gradient in gradients:
+                gradient.mul_(factor)
+        if self.task.schedule is not None:
+            workers = self.run.workers
+            factor = self.task.schedule.factor(progress / workers, self.run.total_steps / workers)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+        self.optimizer.step()
+
+    def _part(self, whole: Tensor, parameter: DTensor) -> DTensor:
+        """This process's part of a tensor that all processes have; no message."""
+        return distribute_tensor(whole.to(parameter.dtype), self.mesh, parameter.placements, src_data_rank=None)
+
+
+def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard each child of `module` by itself, so that only one of them is whole at a time, and what remains with the root.
+
+    A child that shares a parameter with another one belongs to the root, lest FSDP untie it.
+    """
+    seen: dict[int, int] = {}
+    for child in module.children():
+        for parameter in child.parameters():
+            seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    for child in module.children():
+        own = list(child.parameters())
+        if own and all(seen[id(parameter)] == 1 for parameter in own):
+            fully_shard(child, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def _whole(tensor: Tensor | None) -> Tensor:
+    """All of a tensor that is sharded over the processes."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
