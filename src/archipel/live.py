@@ -266,10 +266,12 @@ class Evaluator:
     Attributes:
         replica: computes losses; None where nothing is trained.
         recorder: gets an `Evaluation` when its loss is there.
+        deadline_s: longest wait for a part of a model.
     """
 
     replica: Replica | None
     recorder: Recorder
+    deadline_s: float
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "evaluations"))
     waiting: list[Future[Evaluation]] = field(default_factory=list)
 
@@ -297,7 +299,7 @@ class Evaluator:
         if self.replica is None:
             return evaluation
         torch.set_num_threads(1)
-        parts = vectors(snapshots)
+        parts = vectors(snapshots, self.deadline_s)
         model = outer.mean(parts)
         if len(parts) > 1:
             deviations = [(part - model)[: self.replica.layout.parameters].square().mean() for part in parts]
@@ -307,9 +309,9 @@ class Evaluator:
         return evaluation
 
 
-def vectors(snapshots: Sequence[Snapshot]) -> list[Vector]:
-    """The parts of the model in `snapshots`."""
-    return [torch.from_numpy(np.array(ray.get(snapshot.model))) for snapshot in snapshots]
+def vectors(snapshots: Sequence[Snapshot], deadline_s: float) -> list[Vector]:
+    """The parts of the model in `snapshots`; they must be here within `deadline_s`."""
+    return [torch.from_numpy(np.array(ray.get(snapshot.model, timeout=deadline_s))) for snapshot in snapshots]
 
 
 # The one who watches
@@ -490,7 +492,12 @@ class Watch:
 
 
 def launch(
-    recipe: Recipe, directory: Path, *, address: str | None = None, progress: Callable[[Now], None] = lambda _: None
+    recipe: Recipe,
+    directory: Path,
+    *,
+    address: str | None = None,
+    insecure: bool = False,
+    progress: Callable[[Now], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Run `recipe` for real and leave a run directory like the simulator's, with measured times and bytes; its summary.
 
@@ -498,6 +505,7 @@ def launch(
 
     Args:
         address: of a running Ray cluster; None: a private one on this machine, for the time of the run.
+        insecure: join a cluster without token or encryption.
         progress: is told about once a second how things stand.
 
     Raises:
@@ -525,13 +533,15 @@ def launch(
             watch = board(recipe, actors, run, marks, task, replica, address, progress)
             try:
                 stopped = watch.run()
+                return _leave(directory, recipe, watch, task, replica, stopped, wall_s)
             except Diverged as error:
                 raise Diverged(f"{recipe.label}: {error}") from None
             except KeyboardInterrupt:
                 watch.take_home_now()
                 _leave(directory, recipe, watch, task, replica, "interrupted", wall_s)
                 raise
-            return _leave(directory, recipe, watch, task, replica, stopped, wall_s)
+            finally:
+                watch.evaluator.thread.shutdown(wait=False, cancel_futures=True)
     finally:
         torch.set_num_threads(threads)
 
@@ -598,7 +608,7 @@ def board(
         hosts,
         places,
         marks,
-        Evaluator(replica, Recorder()),
+        Evaluator(replica, Recorder(), recipe.live.deadline_s),
         run.total_steps,
         task.tokens_per_step if task else None,
         progress,
@@ -641,7 +651,7 @@ def _leave(
         inner_steps=sum(snapshot.absorbed for snapshot in watch.final),
         outer_steps=watch.final[0].outer_steps,
         local_updates=sum(record.local_updates for record in records),
-        parts=vectors(watch.final) if replica else [],
+        parts=vectors(watch.final, watch.deadline_s) if replica else [],
         nodes=list(watch.hosts),
         recorder=recorder,
         task=task,
