@@ -10,6 +10,7 @@ model at just these counts, however long they really take: so a live run evaluat
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import pickle
@@ -192,27 +193,70 @@ def _names(nodes: Sequence[NodeId]) -> str:
 # Ray
 
 
+TOKEN = secrets.token_hex(32)
+"""Of private clusters: Ray listens on all interfaces even so, and without it anybody who can reach this machine could join."""
+
+
 @contextmanager
 def session(address: str | None) -> Iterator[None]:
     """A connection to the Ray cluster at `address`, or to a private one that ends with this; not if there is one already.
 
     Raises:
-        UserError: there is no cluster at `address`.
+        UserError: there is no cluster at `address`, or it does not let us in.
     """
     if ray.is_initialized():
         yield
         return
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    before = {key: os.environ.get(key) for key in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE")}
     try:
         if address is None:
-            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            if before["RAY_AUTH_MODE"] is None:
+                os.environ["RAY_AUTH_TOKEN"] = TOKEN  # Ray then asks for it, and leaves no token in the user's home
+            ray.init(address="local", include_dashboard=False, **quiet)
         else:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"--address {address}: cannot join a Ray cluster there: {str(error).splitlines()[0]}") from None
-    try:
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                reason = " ".join(str(error).split())[:400]
+                raise UserError(f"--address {address}: cannot join a Ray cluster there: {reason}") from None
         yield
     finally:
         ray.shutdown()
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def check_protected(found: Sequence[Machine]) -> None:
+    """Raise a `UserError` if a machine of the cluster, unless all are on loopback, lets strangers in or sends in the clear.
+
+    Each machine is asked itself: what counts is the environment that its Ray was started in.
+    """
+    if all(ipaddress.ip_address(machine.address).is_loopback for machine in found):
+        return
+    asked = [protection.options(scheduling_strategy=on(machine)).remote() for machine in found]
+    for machine, (token, tls) in zip(found, ray.get(asked, timeout=60), strict=True):
+        lacks = [text for text, there in (("token (RAY_AUTH_MODE=token)", token), ("encryption (RAY_USE_TLS=1)", tls)) if not there]
+        if lacks:
+            raise UserError(
+                f"the Ray node on {machine.address} runs without {' and without '.join(lacks)}: whoever can reach it could read, "
+                "change or run anything; see docs/security.md, or give --insecure if nobody else can reach it"
+            )
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def protection() -> tuple[bool, bool]:
+    """Whether the Ray node that runs this asks for a token, and whether it encrypts."""
+    environment = {key: os.environ.get(key, "").lower() for key in ("RAY_AUTH_MODE", "RAY_USE_TLS")}
+    return environment["RAY_AUTH_MODE"] == "token", environment["RAY_USE_TLS"] in ("1", "true")
+
+
+def on(machine: Machine) -> Any:
+    """Ray's word for: there and nowhere else."""
+    return NodeAffinitySchedulingStrategy(machine.id, soft=False)
 
 
 @ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"mail": 1, "watch": 1, "wait": 1})
@@ -509,7 +553,7 @@ def launch(
         progress: is told about once a second how things stand.
 
     Raises:
-        UserError: the recipe cannot run, or a region has no machine.
+        UserError: the recipe cannot run, a region has no machine, or the cluster is not protected.
         TrainingError: a node failed, died or fell silent.
     """
     wall_s, threads = time.perf_counter(), torch.get_num_threads()
@@ -530,6 +574,8 @@ def launch(
         world = World(workers, replica.layout.parameters if replica else 0, seed)
         actors = methods.load(recipe.method).build(recipe.config, world, theta)
         with session(address):
+            if address is not None and not insecure:
+                check_protected(machines())
             watch = board(recipe, actors, run, marks, task, replica, address, progress)
             try:
                 stopped = watch.run()
@@ -596,7 +642,7 @@ def board(
             epoch=epoch,
         )
         options = RayHost.options(  # type: ignore[attr-defined]
-            scheduling_strategy=NodeAffinitySchedulingStrategy(places[me].id, soft=False),
+            scheduling_strategy=on(places[me]),
             num_gpus=recipe.live.gpu_fraction if places[me].gpus and me in data else 0,
         )
         hosts[me] = options.remote(recipe.method, pickle.dumps(setup))
