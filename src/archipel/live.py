@@ -54,6 +54,8 @@ REGION = "region"
 """The label of a Ray node that says which region of the topology it belongs to."""
 TICK_S = 1.0
 """How often hosts are asked how things stand."""
+START_S = 300.0
+"""Longest time until the next host is up: a process, torch, the data."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,10 @@ def session(address: str | None) -> Iterator[None]:
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 reason = " ".join(str(error).split())[:400]
-                raise UserError(f"--address {address}: cannot join a Ray cluster there: {reason}") from None
+                raise UserError(
+                    f"--address {address}: cannot join a Ray cluster there, with the RAY_AUTH_… and RAY_TLS_… settings of this "
+                    f"environment: {reason}"
+                ) from None
         yield
     finally:
         ray.shutdown()
@@ -661,11 +666,9 @@ def board(
         runs=connected,
     )
     while connected:
-        ready, _ = ray.wait(list(connected), timeout=recipe.live.deadline_s)
+        ready, _ = ray.wait(list(connected), timeout=START_S)
         if not ready:
-            raise TrainingError(
-                f"{_names(list(connected.values()))} did not start within {recipe.live.deadline_s:g} s (live.deadline_s)"
-            )
+            raise TrainingError(f"{_names(list(connected.values()))} did not start within {START_S:g} s")
         for ref in ready:
             watch._fail(ref)
             del connected[ref]
