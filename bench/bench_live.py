@@ -21,10 +21,10 @@ import numpy as np
 import ping
 import ray
 import torch
-from bench import paired
 
 from archipel import live
 from archipel.recipe import Recipe, parse_recipe
+from bench import paired
 
 HERE = Path(__file__).parent
 TASK = {"name": "stdlib", "layers": 4, "width": 128, "heads": 4, "sequence": 128, "batch_size": 8, "valid_sequences": 1}

@@ -140,7 +140,8 @@ def test_gpus_take_as_many_workers_as_the_fraction_allows() -> None:
     with pytest.raises(UserError) as error:
         live.place([SERVER, *W], W, found, 1.0, "10.0.0.1:6379")
     assert str(error.value) == (
-        "region 'east' has GPUs for 1 workers, and none for east/w1: live.gpu_fraction = 1 of a GPU each; lower it, or add a machine"
+        "region 'east' has GPUs for 1 workers, and none for east/w1: "
+        "live.gpu_fraction = 1 of a GPU each; lower it, or add a machine"
     )
 
 
@@ -207,13 +208,23 @@ def test_halos_with_a_fixed_pace_has_the_simulators_order_of_events(ray: None, t
 # What goes wrong
 
 
+FAILING = """
+import torch
+from archipel import Task
+
+def make():
+    return Task(lambda: torch.nn.Linear(2, 1), loss, lambda shard, i: i, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+
+def loss(model, batch):
+    if batch == 3:
+        raise ValueError("no more data")
+    return model(torch.ones(1, 2)).sum()
+"""
+
+
 def test_a_task_that_fails_is_named_with_its_place(ray: None, tmp_path: Path) -> None:
-    (tmp_path / "mytask.py").write_text(
-        "import torch\nfrom archipel import Task\n\n\ndef make():\n    return Task(lambda: torch.nn.Linear(2, 1), loss, lambda s, i: i, "
-        "lambda m: torch.optim.SGD(m.parameters(), lr=0.1))\n\n\ndef loss(model, batch):\n    if batch == 3:\n"
-        "        raise ValueError('no more data')\n    return model(torch.ones(1, 2)).sum()\n"
-    )
-    with pytest.raises(TrainingError, match=r"^worker \w+/w\d: the task failed at .*mytask.py:11: ValueError: no more data$"):
+    (tmp_path / "mytask.py").write_text(FAILING)
+    with pytest.raises(TrainingError, match=r"^worker \w+/w\d: the task failed at .*mytask.py:10: ValueError: no more data$"):
         live.launch(recipe("diloco", task=f"{tmp_path}/mytask.py:make"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
