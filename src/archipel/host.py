@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -323,9 +323,10 @@ class Host:
         """Handle nothing more."""
         self.mailbox.put(None)
 
-    def status(self) -> Status:
-        """How things stand, between two handlers."""
+    def status(self, evaluated: int = 0) -> Status:
+        """How things stand, between two handlers. The first `evaluated` snapshots are needed no more."""
         with self.lock:
+            self.snapshots[:evaluated] = [replace(snapshot, model=None) for snapshot in self.snapshots[:evaluated]]
             recorder = self.recorder
             return Status(
                 self.now,

@@ -215,7 +215,8 @@ def session(address: str | None) -> Iterator[None]:
         if address is None:
             if before["RAY_AUTH_MODE"] is None:
                 os.environ["RAY_AUTH_TOKEN"] = TOKEN  # Ray then asks for it, and leaves no token in the user's home
-            ray.init(address="local", include_dashboard=False, **quiet)
+            # Ray makes its workers nice to others, by 15, unless it is told not to.
+            ray.init(address="local", include_dashboard=False, _system_config={"worker_niceness": 0}, **quiet)
         else:
             try:
                 ray.init(address=address, **quiet)
@@ -284,8 +285,8 @@ class RayHost:
         self.host.deliver(envelope)
 
     @ray.method(concurrency_group="watch")
-    def status(self) -> Status:
-        return self.host.status()
+    def status(self, evaluated: int) -> Status:
+        return self.host.status(evaluated)
 
     @ray.method(concurrency_group="watch")
     def snapshot(self) -> Snapshot:
@@ -384,7 +385,7 @@ class Watch:
     planned: int
     tokens_per_step: int | None
     progress: Callable[[Now], None]
-    started_s: float = field(default_factory=time.perf_counter)
+    started_s: float = 0.0
     statuses: dict[NodeId, Status] = field(default_factory=dict)
     answered_s: dict[NodeId, float] = field(default_factory=dict)
     asked: dict[Any, NodeId] = field(default_factory=dict)
@@ -405,6 +406,23 @@ class Watch:
         """Those who hold a part of the model to take home."""
         return list(self.marks[-1])
 
+    def introduce(self, actors: Sequence[Actor]) -> None:
+        """Tell each host where its peers are, and wait until all are up.
+
+        Raises:
+            UserError, TrainingError: one has failed, or is not up in time.
+        """
+        for actor in actors:
+            peers = {peer: self.hosts[peer] for peer in actor.peers() if peer in self.hosts}
+            self.runs[self.hosts[actor.me].connect.remote(peers)] = actor.me
+        while self.runs:
+            ready, late = ray.wait(list(self.runs), timeout=START_S)
+            if not ready:
+                raise TrainingError(f"{_names([self.runs[ref] for ref in late])} did not start within {START_S:g} s")
+            for ref in ready:
+                self._fail(ref)
+                del self.runs[ref]
+
     def run(self) -> str:
         """Start all hosts and watch them until a stop rule holds; its name. `final` then has the model to take home.
 
@@ -412,6 +430,7 @@ class Watch:
             Diverged: a loss is not finite.
             TrainingError: a host has failed or died, or has shown no life for longer than the deadline.
         """
+        self.started_s = time.perf_counter()
         self.runs = {host.run.remote(): node for node, host in self.hosts.items()}
         self.answered_s = dict.fromkeys(self.hosts, self.now)
         reached = [self.hosts[node].reached.remote() for node in self.holders]
@@ -424,6 +443,7 @@ class Watch:
                     self._fail(ref)
                 reached.remove(ref)
             self.ask()
+            self.progress(self._report())
             self._evaluate_marks()
             last = self.evaluator.collect(wait=stop.target_loss is not None and not reached)
             if stop.target_loss is not None and last and last.loss is not None and last.loss <= stop.target_loss:
@@ -434,12 +454,11 @@ class Watch:
                 self.take_home_now()
                 return "seconds"
             self._check_deadline()
-            self.progress(self._report())
 
     def ask(self) -> None:
         """Ask all hosts how things stand, but those that still owe an answer, and note what is said within a tick."""
         silent = set(self.asked.values())
-        self.asked |= {host.status.remote(): node for node, host in self.hosts.items() if node not in silent}
+        self.asked |= {host.status.remote(self.evaluated): node for node, host in self.hosts.items() if node not in silent}
         answers, _ = ray.wait(list(self.asked), num_returns=len(self.asked), timeout=TICK_S)
         for ref in answers:
             node = self.asked.pop(ref)
@@ -463,6 +482,12 @@ class Watch:
         if late:
             raise TrainingError(f"{_names([self.runs[ref] for ref in late])} did not stop within {self.deadline_s:g} s")
         return [record for ref in ready if (record := ray.get(ref))]
+
+    def end(self) -> None:
+        """End all hosts, whatever they are doing. They know each other, so Ray would keep them for as long as the cluster runs."""
+        self.evaluator.thread.shutdown(wait=False, cancel_futures=True)
+        for host in self.hosts.values():
+            ray.kill(host)
 
     def _evaluate_marks(self) -> None:
         """Have the marks evaluated that all holders have passed."""
@@ -488,6 +513,7 @@ class Watch:
     # When something is wrong
 
     def _fail(self, run: Any) -> None:
+        """Raise what a host's call has raised, if it has, with its name."""
         node = self.runs[run]
         try:
             ray.get(run)
@@ -583,6 +609,7 @@ def launch(
                 check_protected(machines())
             watch = board(recipe, actors, run, marks, task, replica, address, progress)
             try:
+                watch.introduce(actors)
                 stopped = watch.run()
                 return _leave(directory, recipe, watch, task, replica, stopped, wall_s)
             except Diverged as error:
@@ -592,7 +619,7 @@ def launch(
                 _leave(directory, recipe, watch, task, replica, "interrupted", wall_s)
                 raise
             finally:
-                watch.evaluator.thread.shutdown(wait=False, cancel_futures=True)
+                watch.end()
     finally:
         torch.set_num_threads(threads)
 
@@ -625,7 +652,7 @@ def board(
     address: str | None,
     progress: Callable[[Now], None],
 ) -> Watch:
-    """Make a host for each actor, on the machine where it belongs, and introduce them to each other."""
+    """Make a host for each actor, on the machine where it belongs."""
     profile, workers, data = recipe.profile, recipe.topology.workers, shards(recipe)
     assert profile is not None
     fastest = max(worker.speed for worker in workers)
@@ -651,10 +678,7 @@ def board(
             num_gpus=recipe.live.gpu_fraction if places[me].gpus and me in data else 0,
         )
         hosts[me] = options.remote(recipe.method, pickle.dumps(setup))
-    connected = {
-        hosts[actor.me].connect.remote({peer: hosts[peer] for peer in actor.peers() if peer in hosts}): actor.me for actor in actors
-    }
-    watch = Watch(
+    return Watch(
         recipe,
         hosts,
         places,
@@ -663,17 +687,7 @@ def board(
         run.total_steps,
         task.tokens_per_step if task else None,
         progress,
-        runs=connected,
     )
-    while connected:
-        ready, _ = ray.wait(list(connected), timeout=START_S)
-        if not ready:
-            raise TrainingError(f"{_names(list(connected.values()))} did not start within {START_S:g} s")
-        for ref in ready:
-            watch._fail(ref)
-            del connected[ref]
-    watch.started_s = time.perf_counter()
-    return watch
 
 
 def _leave(

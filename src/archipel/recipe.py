@@ -6,7 +6,7 @@ What belongs here: what a recipe may say, its defaults, and the errors of those 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ class Recipe:
     profile: Profile | None
     task: TaskConfig
     run: RunConfig
-    live: LiveConfig
+    live: LiveConfig = field(default_factory=LiveConfig)
 
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Settings of the method that are not the published ones: name to (used, published)."""
