@@ -11,7 +11,7 @@ INSTALLED = .venv/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: bench check clean demo help test
+.PHONY: bench bench-live check clean demo help test
 
 demo: $(INSTALLED) ## Compare the methods on a simulated archipelago; the report is in runs/demo
 	.venv/bin/archipel compare --out runs/demo $(DEMO_ARGS)
@@ -27,12 +27,15 @@ check: $(INSTALLED) ## Lint, formatting and types
 bench: $(INSTALLED) ## Measure speed
 	.venv/bin/python bench/bench.py
 
+bench-live: $(INSTALLED) ## Measure what the live runtime costs
+	.venv/bin/python bench/bench_live.py
+
 clean: ## Remove .venv, caches, build outputs and runs/demo; other runs stay
 	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist runs/demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

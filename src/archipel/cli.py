@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -31,8 +31,11 @@ from archipel.task import CONFIGS
 from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
 from archipel.yamlfile import dump
 
+if TYPE_CHECKING:  # it imports Ray, which takes a second
+    from archipel import live
+
 app = typer.Typer(
-    help="Train one model over slow links: compare methods on a modelled network, with real gradients.",
+    help="Train one model over slow links: compare methods on a modelled network, then run one for real.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -89,6 +92,25 @@ def run(
 ) -> None:
     """Simulate one recipe."""
     run_all([read_recipe(recipe, settings or [])], out or _dated("run"), processes, None, as_json=as_json)
+
+
+@app.command()
+def launch(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE.yaml", help="What to run: the same file that `archipel run` simulates.")
+    ],
+    settings: Set = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster. Default: a private one, on this machine.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Join a cluster without token or encryption.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/launch-DATE.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run one recipe for real: on this machine, or across the machines of a Ray cluster."""
+    launch_one(read_recipe(recipe, settings or []), out or _dated("launch"), address, insecure=insecure, as_json=as_json)
 
 
 @app.command("report")
@@ -333,6 +355,25 @@ def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss
         raise Diverged("; ".join(diverged))
 
 
+def launch_one(recipe: Recipe, out: Path, address: str | None, *, insecure: bool, as_json: bool) -> None:
+    """Run `recipe` live and show it."""
+    from archipel import live
+
+    name = f"{recipe.label}-seed{recipe.run.seed}"
+    experiment.warn_of_divergence(recipe)
+    experiment.prepare_output(out, [name])
+    try:
+        with live_progress_of(name) as progress:
+            live.launch(recipe, out / name, address=address, insecure=insecure, progress=progress)
+    except KeyboardInterrupt:
+        left = f"; `archipel report {out}` shows what happened until then" if (out / name).exists() else ""
+        _complain(f"interrupted{left}", 130)
+    finally:
+        with suppress(OSError):
+            out.rmdir()  # unless something is in it
+    show([report.load(out / name)], out, recipe.run.target_loss, as_json=as_json)
+
+
 def show(runs: list[report.Run], out: Path, target_loss: float | None, *, as_json: bool) -> None:
     """The comparison on stdout, as a table or as JSON, and as a page in `out`."""
     runs = report.distinguish(runs)
@@ -388,6 +429,47 @@ def _plain_progress(name: str) -> experiment.Progress:
             )  # fmt: skip
 
     return progress
+
+
+@contextmanager
+def live_progress_of(name: str) -> Iterator[Callable[[live.Now], None]]:
+    """How a live run stands: a bar on a terminal; elsewhere a plain line on stderr every tenth of the run, and every minute."""
+    if log_console.is_terminal:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,}/{task.total:,} steps"),
+            TextColumn("{task.fields[says]}"),
+        )
+        with Progress(*columns, console=log_console) as bars:
+            bar = bars.add_task(name, total=None, says="starting")
+            yield lambda now: bars.update(bar, completed=now.inner_steps, total=now.planned, says=_in_words(now))
+        return
+    shown, shown_s = -1, 0.0
+
+    def progress(now: live.Now) -> None:
+        nonlocal shown, shown_s
+        tenth = 10 * now.inner_steps // now.planned
+        if tenth > shown or now.time_s > shown_s + 60:
+            shown, shown_s = tenth, now.time_s
+            _say(f"{name}: {now.inner_steps:,}/{now.planned:,} steps, {_in_words(now)}")
+
+    yield progress
+
+
+def _in_words(now: live.Now) -> str:
+    """Loss, speed, who idles and who is late, as far as they are known."""
+    said = [f"{now.time_s:,.0f} s"]
+    if now.loss is not None:
+        said.append(f"loss {now.loss:.3f}")
+    if now.tokens_per_s is not None:
+        said.append(f"{now.tokens_per_s:,.0f} tokens/s")
+    if now.idle:
+        most = max(now.idle, key=lambda node: now.idle[node])
+        said.append(f"idle {sum(now.idle.values()) / len(now.idle):.0%} (most: {most} {now.idle[most]:.0%})")
+    if now.late is not None:
+        said.append(f"late: {now.late}")
+    return ", ".join(said)
 
 
 def _check_target(target_loss: float | None) -> None:

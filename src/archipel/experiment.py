@@ -17,7 +17,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 import archipel
 from archipel import methods, outer, theory
-from archipel.actor import Actor, Vector, World
+from archipel.actor import Actor, NodeId, Vector, World
 from archipel.data import shards_of
 from archipel.errors import Diverged, UserError
 from archipel.metrics import Recorder
@@ -38,7 +39,7 @@ from archipel.pool import NoTraining, Pool, Trainer
 from archipel.recipe import DEFAULT_STEPS, Recipe
 from archipel.replica import Run
 from archipel.simulator import Simulator, Stop
-from archipel.task import NoTask
+from archipel.task import NoTask, Task
 from archipel.topology import Profile
 from archipel.vector import Layout
 
@@ -213,49 +214,98 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
     except KeyboardInterrupt:
         with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
             simulator.collect_evaluations()  # those under way take a moment each
-        _leave(directory, recipe, simulator, pool, "interrupted", time.perf_counter() - started)
+        leave(directory, recipe, _ended(recipe, simulator, pool), "interrupted", time.perf_counter() - started)
         raise
-    return _leave(directory, recipe, simulator, pool, stopped, time.perf_counter() - started)
+    return leave(directory, recipe, _ended(recipe, simulator, pool), stopped, time.perf_counter() - started)
 
 
-def summarize(recipe: Recipe, simulator: Simulator, pool: Pool | None, stopped: str, wall_s: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Ended:
+    """What an engine hands over when a run has ended, for its run directory.
+
+    Attributes:
+        time_s: on the engine's clock.
+        inner_steps, outer_steps, local_updates: see `actor.Actor`.
+        parts: those whose mean is the model to take home.
+        nodes: all of them.
+        recorder: what happened.
+        task, layout: what was trained, and where its weights lie in a vector; None if nothing was.
+        integers: the model's integer buffers by name.
+        real, modelled: what took place, and what formulas stand for.
+        processes: that took inner steps.
+    """
+
+    time_s: float
+    inner_steps: int
+    outer_steps: int
+    local_updates: int
+    parts: Sequence[Vector]
+    nodes: Sequence[NodeId]
+    recorder: Recorder
+    task: Task | None
+    layout: Layout | None
+    integers: dict[str, Tensor]
+    real: str
+    modelled: str
+    processes: int
+
+
+def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
+    profile = recipe.profile
+    assert profile is not None
+    return Ended(
+        time_s=simulator.now,
+        inner_steps=simulator.absorbed,
+        outer_steps=simulator.outer_steps(),
+        local_updates=simulator.local_updates(),
+        parts=simulator.parts(),
+        nodes=list(simulator.actors),
+        recorder=simulator.recorder,
+        task=pool.task if pool else None,
+        layout=pool.replica.layout if pool else None,
+        integers=pool.integers() if pool else {},
+        real=f"gradients of {pool.task.description}" if pool else "nothing: no gradients (task none)",
+        modelled=f"the clock: topology {recipe.topology.name}, profile {profile.name} "
+        f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
+        + in_stages(recipe),
+        processes=len(pool.processes) if pool else 0,
+    )
+
+
+def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
     """What `summary.json` holds: the run in one object, with units in the names."""
-    recorder = simulator.recorder
+    recorder, task = ended.recorder, ended.task
     workers = [worker.id for worker in recipe.topology.workers]
     losses = [evaluation.loss for evaluation in recorder.evaluations if evaluation.loss is not None]
     last = recorder.evaluations[-1] if losses else None
-    tokens_per_step = pool.task.tokens_per_step if pool else None
-    assert recipe.profile is not None
     return {
         "method": recipe.method,
         "label": recipe.label,
         "seed": recipe.run.seed,
-        "time_s": simulator.now,
-        "inner_steps": simulator.absorbed,
-        "tokens": tokens_per_step and simulator.absorbed * tokens_per_step,
-        "outer_steps": simulator.outer_steps() or None,
-        "local_updates": simulator.local_updates() or None,
+        "time_s": ended.time_s,
+        "inner_steps": ended.inner_steps,
+        "tokens": task and ended.inner_steps * task.tokens_per_step,
+        "outer_steps": ended.outer_steps or None,
+        "local_updates": ended.local_updates or None,
         "messages": recorder.messages,
         "sent_bytes": round(recorder.sent_bytes),
         "slow_link_bytes": round(recorder.slow_link_bytes),
-        "idle_fraction": recorder.idle_fraction(workers, simulator.now),
+        "idle_fraction": recorder.idle_fraction(workers, ended.time_s),
         "final_loss": losses[-1] if losses else None,
         "best_loss": min(losses) if losses else None,
         "replica_loss": last and last.replica_loss,
         "replica_std": last and last.replica_std,
         "stopped": stopped,
         "workers": len(workers),
-        "real": f"gradients of {pool.task.description}" if pool else "nothing: no gradients (task none)",
-        "modelled": f"the clock: topology {recipe.topology.name}, profile {recipe.profile.name} "
-        f"({recipe.profile.model_bytes:,} bytes a model, {recipe.profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
-        + in_stages(recipe),
+        "real": ended.real,
+        "modelled": ended.modelled,
         "settings": recipe.config.model_dump(mode="json")
         | (recipe.pipeline.model_dump(mode="json") if recipe.pipeline.stages > 1 else {}),
         "changed": {name: list(pair) for name, pair in recipe.changed().items()},
-        "loss_name": pool.task.loss_name if pool else None,
-        "entropy_rate": pool.task.entropy_rate if pool else None,
+        "loss_name": task and task.loss_name,
+        "entropy_rate": task and task.entropy_rate,
         "wall_s": wall_s,
-        "processes": len(pool.processes) if pool else 0,
+        "processes": ended.processes,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
         "versions": {"archipel": archipel.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
@@ -269,23 +319,21 @@ def in_stages(recipe: Recipe) -> str:
     return f", {recipe.replicas} replicas in {pipeline.stages} stages (GPipe's schedule, {pipeline.micro_batches} micro-batches)"
 
 
-def _leave(directory: Path, recipe: Recipe, simulator: Simulator, pool: Pool | None, stopped: str, wall_s: float) -> dict[str, Any]:
-    """Write the run directory under another name, then give it its own."""
-    summary = summarize(recipe, simulator, pool, stopped, wall_s)
-    recorder, nodes = simulator.recorder, list(simulator.actors)
+def leave(directory: Path, recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
+    """Write the run directory under another name, then give it its own; the summary."""
+    summary = summarize(recipe, ended, stopped, wall_s)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as name:
         temporary = Path(name) / directory.name
         temporary.mkdir()
         (temporary / "recipe.yaml").write_text(recipe.to_yaml())
         (temporary / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        recorder.write_metrics(temporary / "metrics.jsonl")
-        recorder.write_trace(temporary / "trace.json", nodes, simulator.now)
-        if pool:
-            layout = pool.replica.layout
-            weights = {name: tensor.clone() for name, tensor in layout.named(outer.mean(simulator.parts())).items()}
+        ended.recorder.write_metrics(temporary / "metrics.jsonl")
+        ended.recorder.write_trace(temporary / "trace.json", ended.nodes, ended.time_s)
+        if ended.layout is not None:
+            weights = {name: tensor.clone() for name, tensor in ended.layout.named(outer.mean(ended.parts)).items()}
             try:
-                save_file({**weights, **pool.integers()}, temporary / "weights.safetensors")
+                save_file({**weights, **ended.integers}, temporary / "weights.safetensors")
             except SafetensorError as error:
                 raise OSError(errno.EIO, str(error), str(directory / "weights.safetensors")) from None
         if directory.exists():

@@ -164,3 +164,18 @@ class Recorder:
         path.write_text(
             json.dumps({"traceEvents": events, "otherData": {"cut_after_spans": MAX_SPANS if self.spans_cut else None}})
         )
+
+
+def merged(recorders: Sequence[Recorder], end_s: float) -> Recorder:
+    """What several recorders have put down until `end_s`, in the order of time; counts and sums of all of it."""
+    whole = Recorder(spans_cut=any(recorder.spans_cut for recorder in recorders))
+    for recorder in recorders:
+        whole.counts(recorder.messages, recorder.sent_bytes, recorder.slow_link_bytes)
+        for node, compute_s in recorder.compute_s.items():
+            whole.compute_s[node] = whole.compute_s.get(node, 0.0) + compute_s
+        whole.last_job |= recorder.last_job
+        whole.spans += [span for span in recorder.spans if span.start_s < end_s]
+        whole.trainings += [training for training in recorder.trainings if training.time_s <= end_s]
+    whole.spans.sort(key=lambda span: span.start_s)
+    whole.trainings.sort(key=lambda training: training.time_s)
+    return whole

@@ -451,11 +451,11 @@ def serve(connection: Connection, descriptor: int) -> None:
                 except NonFiniteLoss as error:
                     answer = None, (NonFiniteLoss.__name__, str(error))
                 except Exception as error:
-                    answer = None, (type(error).__name__, f"the task failed at {_place(error)}: {type(error).__name__}: {error}")
+                    answer = None, (type(error).__name__, f"the task failed at {place_of(error)}: {type(error).__name__}: {error}")
                 connection.send(answer)
 
 
-def _place(error: Exception) -> str:
+def place_of(error: Exception) -> str:
     """File and line where `error` was raised: the deepest one that is neither a library's nor this package's, if there is any."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = ("site-packages", os.path.dirname(__file__))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,7 +21,7 @@ from archipel.task import GptTask, TaskConfig, task_config
 from archipel.topology import MEASURED, PROFILES, Profile, Topology, load_topology, parse_topology
 from archipel.yamlfile import dump, parse, read_mapping
 
-KEYS = ("method", "topology", "profile", "task", "pipeline", "run", "label")
+KEYS = ("method", "topology", "profile", "task", "pipeline", "run", "live", "label")
 DEFAULT_TOPOLOGY = "halos-4x4"
 DEFAULT_PROFILE = "pythia-70m-h100"
 DEFAULT_STEPS = 10_000
@@ -52,6 +52,17 @@ class PipelineConfig(BaseModel):
     routing: Routing = Field("random", description="whose next stage gets a micro-batch; fixed: the same replica's")
 
 
+class LiveConfig(BaseModel):
+    """How a recipe runs for real, by `archipel launch`; a simulation does not look at it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    pace: Literal["none", "profile"] = Field(
+        "none", description="profile: an inner step takes at least the time that the profile and the worker's speed give it"
+    )
+    gpu_fraction: float = Field(1.0, gt=0, le=1, description="part of a GPU that each worker takes; 0.25: four share one")
+    deadline_s: float = Field(60.0, gt=0, description="longest time without a sign of life or of progress")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A method, where it runs, what it trains, and for how long. `profile` None: measured when the run starts."""
@@ -64,6 +75,7 @@ class Recipe:
     task: TaskConfig
     run: RunConfig
     pipeline: PipelineConfig
+    live: LiveConfig
 
     @property
     def replicas(self) -> int:
@@ -85,6 +97,7 @@ class Recipe:
             "task": self.task.model_dump(mode="json"),
             "pipeline": self.pipeline.model_dump(mode="json"),
             "run": self.run.model_dump(mode="json"),
+            "live": self.live.model_dump(mode="json"),
         }
         return dump(data)
 
@@ -125,6 +138,7 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
         task=_task(task_fields, tied=pipeline.stages == 1),
         run=_run(run_fields),
         pipeline=pipeline,
+        live=_live(data.get("live", {})),
     )
 
 
@@ -240,3 +254,12 @@ def _run(fields: dict[str, Any]) -> RunConfig:
     if run.steps is not None and run.tokens is not None:
         raise UserError(f"run: steps = {run.steps} and tokens = {run.tokens} are both given; give one of them")
     return run
+
+
+def _live(fields: Any) -> LiveConfig:
+    if not isinstance(fields, dict):
+        raise UserError(f"live = {fields!r}: expected keys such as `pace: profile`")
+    try:
+        return LiveConfig.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, "live", LiveConfig) from None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,8 +111,19 @@ class Replica:
         for kept, first in zip(state[1:], self.first_integers, strict=False):
             kept.copy_(first)
 
-    def train(self, state: Sequence[Tensor], theta: Tensor, shard: Shard, steps: int, progress: int, cursor: int) -> list[float]:
+    def train(
+        self,
+        state: Sequence[Tensor],
+        theta: Tensor,
+        shard: Shard,
+        steps: int,
+        progress: int,
+        cursor: int,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> list[float]:
         """Take `steps` inner steps from `theta`, on the batches from number `cursor` on; the losses before each step.
+
+        `after_step` is called after each of them: a live run counts them there, and keeps its pace.
 
         Raises:
             NonFiniteLoss: a loss is not finite.
@@ -122,6 +133,7 @@ class Replica:
             for k in range(steps):
                 losses.append(self._backward(shard, cursor + k))
                 self.step(progress + k * self.run.workers, self.gradient_norm())
+                after_step()
         return finite(losses, cursor)
 
     def differentiate(self, state: Sequence[Tensor], theta: Tensor, shard: Shard, cursor: int) -> list[float]:

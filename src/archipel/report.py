@@ -447,8 +447,8 @@ def _figures(groups: _Groups, compared: Sequence[_Row], target: float | None) ->
     if any(_points(run, "time_s", "loss") for run in every):
         dots = {row["label"]: (row["time_to_target_s"], target) for row in compared if row["speed_up"]}
         caption = (
-            "Loss against modelled time. Large dots: when an evaluation was at or below the target for the first time. "
-            f"High losses are cut off.{band}"
+            "Loss against time, modelled or measured as the first line says. Large dots: when an evaluation was at or below the "
+            f"target for the first time. High losses are cut off.{band}"
         )
         yield "loss_vs_time", _curves(groups, "time_s", "loss", target, dots), caption
         caption = f"Loss against {data.replace('_', ' ')}: what a method learns from the same data, whatever the network.{band}"
@@ -517,7 +517,7 @@ def _time_axis(axes: Axes, start_s: float, end_s: float) -> None:
     axes.set_xticks(ticks, [clock(tick).replace(".0", "") for tick in ticks])
     axes.minorticks_off()
     axes.set_xlim(start_s, end_s)
-    axes.set_xlabel("modelled time")
+    axes.set_xlabel("time")
 
 
 def _line(group: Sequence[Run], x: str, y: str) -> Any:

@@ -98,25 +98,19 @@ def mean_and_sd(values: Sequence[float]) -> str:
 
 def plot(runs: dict[tuple[str, str], list[report.Run]], path: Path) -> Path:
     """The spread and the replicas' own loss over the run, every seed a line."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, key, name in zip(
-        figure.subplots(1, 2),
-        ("replica_std", "replica_loss"),
-        ("spread of the replicas", "replicas' own validation loss"),
-        strict=True,
-    ):
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    names = {"replica_std": "spread of the replicas", "replica_loss": "replicas' own validation loss"}
+    panels = figure.subplots(1, 2)
+    for axes, (key, name) in zip(panels, names.items(), strict=True):
         for color, outer in zip(("#B5651D", "#1F5FA8"), OUTER, strict=True):
             for style, routing in zip(("--", "-"), ROUTINGS, strict=True):
                 for i, one in enumerate(runs[outer, routing]):
-                    lines = one.evals[1:]
-                    label = f"{outer} outer step, {routing} routes" if i == 0 else None
-                    axes.plot(
-                        [line["inner_steps"] for line in lines],
-                        [line[key] for line in lines],
-                        style, color=color, linewidth=1.2, label=label,
-                    )  # fmt: skip
-        axes.set(xlabel="inner steps of all replicas", ylabel=name, ylim=(0, None) if key == "replica_std" else None)
+                    steps, values = zip(*((line["inner_steps"], line[key]) for line in one.evals[1:]), strict=True)
+                    label = None if i else f"{outer} outer step, {routing} routes"
+                    axes.plot(steps, values, style, color=color, linewidth=1.2, label=label)
+        axes.set(xlabel="inner steps of all replicas", ylabel=name)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    figure.savefig(path, dpi=160)
+    panels[0].set_ylim(0, None)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=160, metadata={"Software": None})
     return path

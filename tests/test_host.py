@@ -1,0 +1,371 @@
+"""`host.py` without Ray: hosts in threads of this process, against the simulator; and its mail, alone."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from archipel import experiment, methods, outer
+from archipel.actor import Actor, Context, Message, NodeId, Start, Trained, World
+from archipel.data import Shard
+from archipel.errors import Diverged, TrainingError
+from archipel.host import CHUNK, Envelope, Host, Inbox, Record, Setup, contents
+from archipel.parameter_server import Delta, Model
+from archipel.recipe import Recipe, parse_recipe
+from archipel.replica import Replica, Run
+from archipel.task import NoTask, TaskConfig, make_task
+
+A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
+
+
+# Mail
+
+
+def letter(number: int, sender: NodeId = A, epoch: int = 1) -> Envelope:
+    return Envelope(sender, epoch, number, 0.0, Start, ())
+
+
+def test_mail_comes_in_the_order_of_sending() -> None:
+    inbox = Inbox(epoch=1)
+    assert [e.number for e in inbox.accept(letter(0))] == [0]
+    assert inbox.accept(letter(2)) == []
+    assert [e.number for e in inbox.accept(letter(1))] == [1, 2]
+
+
+def test_duplicates_are_dropped_whether_handled_or_waiting() -> None:
+    inbox = Inbox(epoch=1)
+    inbox.accept(letter(0))
+    assert inbox.accept(letter(0)) == []
+    inbox.accept(letter(2))
+    inbox.accept(letter(2))
+    assert [e.number for e in inbox.accept(letter(1))] == [1, 2]
+
+
+def test_strangers_from_another_epoch_are_dropped() -> None:
+    inbox = Inbox(epoch=2)
+    assert inbox.accept(letter(0, epoch=1)) == []
+    assert inbox.accept(letter(0, epoch=3)) == []
+    assert [e.epoch for e in inbox.accept(letter(0, epoch=2))] == [2]
+
+
+def test_senders_do_not_wait_for_each_other() -> None:
+    inbox = Inbox(epoch=1)
+    assert inbox.accept(letter(1, A)) == []
+    assert [e.sender for e in inbox.accept(letter(0, B))] == [B]
+
+
+@given(st.data())
+def test_whatever_the_network_does_each_sender_is_heard_in_order_and_once(data: st.DataObject) -> None:
+    sent = [letter(number, sender) for sender in (A, B, C) for number in range(5)]
+    strangers = [letter(number, A, epoch=0) for number in range(5)]
+    repeated = data.draw(st.lists(st.sampled_from(sent), max_size=10))
+    inbox, heard = Inbox(epoch=1), []
+    for envelope in data.draw(st.permutations(sent + strangers + repeated)):
+        heard += inbox.accept(envelope)
+    for sender in (A, B, C):
+        assert [e.number for e in heard if e.sender == sender] == list(range(5))
+
+
+def test_an_envelope_holds_views_and_opens_to_the_message() -> None:
+    vector = torch.arange(4.0)
+    envelope = Envelope(A, 1, 0, 0.0, Delta, contents(Delta(vector, 3)))
+    assert np.shares_memory(envelope.contents[0], vector.numpy())
+    assert envelope.size_bytes == 16
+    opened = pickle.loads(pickle.dumps(envelope)).open()
+    assert isinstance(opened, Delta)
+    assert torch.equal(opened.gradient, vector)
+    assert opened.steps == 3
+
+
+# Hosts in threads
+
+
+@dataclass
+class Fleet:
+    """Hosts in this process, each in a thread; mail is pickled on its way, and `mangle` may do something to it."""
+
+    hosts: dict[NodeId, Host] = field(default_factory=dict)
+    delivered: list[tuple[NodeId, Envelope]] = field(default_factory=list)
+
+    def post(self, to: NodeId, envelope: Envelope) -> None:
+        copy = pickle.loads(pickle.dumps(envelope))
+        self.delivered.append((to, copy))
+        self.hosts[to].deliver(copy)
+
+    def add(
+        self, actor: Actor, *, marks: tuple[int, ...] = (), task: TaskConfig | None = None, run: Run | None = None, **others: Any
+    ) -> None:
+        setup = Setup(
+            actor=pickle.dumps(actor),
+            seed_rank=len(self.hosts),
+            task=task or NoTask(),
+            run=run or Run(100, 1, 0),
+            marks=marks,
+            epoch=1,
+            **{"shard": None, "step_time_s": 0.0, **others},
+        )
+        self.hosts[actor.me] = Host(setup, self.post, Tensor.clone)
+
+    def run(self, until: Any = None, timeout_s: float = 60.0) -> dict[NodeId, Record]:
+        """Run all hosts until those with marks have reached them (or `until` says so), then stop them."""
+        with ThreadPoolExecutor(len(self.hosts)) as threads:
+            runs = {node: threads.submit(host.run) for node, host in self.hosts.items()}
+            deadline = time.monotonic() + timeout_s
+            holders = [host for host in self.hosts.values() if host.setup.marks]
+            while not (until() if until else all(host.reached.wait(0.01) for host in holders)):
+                if any(run.done() for run in runs.values()) or time.monotonic() > deadline:
+                    break
+            for host in self.hosts.values():
+                host.stop()
+            return {node: run.result(timeout=10) for node, run in runs.items()}
+
+
+def recipe(method: str, steps: int = 200, **sections: Any) -> Recipe:
+    fields = methods.load(method).Config.model_fields
+    settings = {key: value for key, value in {"inner_steps": 5, "accumulate": 2}.items() if key in fields}
+    return parse_recipe(
+        {
+            "method": {"name": method, **settings},
+            "topology": {
+                "regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]},
+                "default": {"bandwidth_gbit_s": 1.0, "latency_ms": 5},
+            },
+            "task": {"name": "synthetic", "width": 16, "valid_sequences": 8},
+            "run": {"steps": steps, "evaluations": 4},
+            **sections,
+        }
+    )
+
+
+def fleet_of(chosen: Recipe, marks: list[dict[NodeId, int]]) -> tuple[Fleet, Replica]:
+    workers, seed = chosen.topology.workers, chosen.run.seed
+    run = Run(chosen.run.steps or 0, len(workers), seed)
+    replica = Replica(make_task(chosen.task), run, torch.device("cpu"))
+    world = World(workers, replica.layout.parameters, seed)
+    fleet = Fleet()
+    ranks = {worker.id: i for i, worker in enumerate(workers)}
+    regions = list(chosen.topology.regions)
+    for actor in methods.load(chosen.method).build(chosen.config, world, replica.layout.read(replica.module)):
+        rank = ranks.get(actor.me)
+        shard = None if rank is None else Shard(rank, len(workers), regions.index(actor.me.region), len(regions), seed)
+        fleet.add(actor, marks=tuple(mark[actor.me] for mark in marks if actor.me in mark), task=chosen.task, run=run, shard=shard)
+    return fleet, replica
+
+
+@pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
+def test_synchronous_methods_end_with_the_simulators_weights(method: str, tmp_path: Path) -> None:
+    """Bit for bit, at every mark: what these methods compute depends on no clock."""
+    live = pytest.importorskip("archipel.live")
+    chosen = recipe(method)
+    assert chosen.profile
+    marks = live.rehearse(chosen, chosen.profile, 200)
+    fleet, replica = fleet_of(chosen, marks)
+    fleet.run()
+    with experiment.open_pool(chosen, 1) as pool:
+        summary = experiment.simulate(chosen, pool, tmp_path / "run")
+        assert pool is not None
+    holders = [host for host in fleet.hosts.values() if host.setup.marks]
+    assert sum(host.snapshots[-1].absorbed for host in holders) == summary["inner_steps"]
+    losses = [replica.evaluate(outer.mean([host.snapshots[k].model for host in holders]))[0] for k in range(len(marks))]
+    lines = [line for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    assert losses == [pytest.approx(json.loads(line)["loss"], rel=1e-6) for line in lines]
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_every_method_comes_to_its_last_mark(method: str) -> None:
+    live = pytest.importorskip("archipel.live")
+    chosen = recipe(method, task="none")
+    assert chosen.profile
+    marks = live.rehearse(chosen, chosen.profile, 200)
+    workers = chosen.topology.workers
+    fleet, ranks = Fleet(), {worker.id: i for i, worker in enumerate(workers)}
+    for actor in methods.load(method).build(chosen.config, World(workers, 0, 0), torch.empty(0)):
+        shard = Shard(ranks[actor.me], 4, 0, 1, 0) if actor.me in ranks else None
+        fleet.add(actor, marks=tuple(mark[actor.me] for mark in marks if actor.me in mark), shard=shard)
+    records = fleet.run()
+    holders = [host for host in fleet.hosts.values() if host.setup.marks]
+    assert sum(host.snapshots[-1].absorbed for host in holders) >= 200
+    assert sum(record.recorder.messages for record in records.values()) > 0
+
+
+@dataclass(kw_only=True)
+class Reducer(Actor):
+    """Reduces its vector `rounds` times with its group."""
+
+    group: tuple[NodeId, ...]
+    vector: Tensor
+    rounds: int
+
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        if not isinstance(message, Start):
+            self.vector = message.mean  # type: ignore[attr-defined]
+            self.absorbed += 1
+        if self.absorbed < self.rounds:
+            ctx.all_reduce(self.group, self.vector + self.group.index(self.me))
+
+    def model(self) -> Tensor:
+        return self.vector
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", [0, 7, 2 * CHUNK + 3])
+def test_an_all_reduce_has_the_bits_of_the_mean_in_rank_order(count: int, numel: int) -> None:
+    group = tuple(NodeId("east", f"w{i}") for i in range(count))
+    vectors = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+    fleet = Fleet()
+    for me, vector in zip(group, vectors, strict=True):
+        fleet.add(Reducer(me=me, group=group, vector=vector, rounds=2), marks=(2,))
+    records = fleet.run()
+    for _ in range(2):
+        vectors = [outer.mean([vector + i for i, vector in enumerate(vectors)])] * count
+    for host in fleet.hosts.values():
+        assert torch.equal(host.snapshots[-1].model, vectors[0])
+    sent = sum(record.recorder.sent_bytes for record in records.values())
+    assert sent == 2 * 2 * (count - 1) * 4 * numel  # a ring's bytes
+
+
+@dataclass(kw_only=True)
+class Chatter(Actor):
+    """Sends what it is told to when it starts, and keeps what it hears."""
+
+    to: NodeId | None = None
+    heard: int = 0
+
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        match message:
+            case Start() if self.to is not None:
+                vector = torch.zeros(3)
+                for i in range(20):
+                    vector += 1
+                    ctx.send(self.to, Model(vector, i))
+            case Model(theta=theta, progress=progress):
+                assert theta.tolist() == [progress + 1.0] * 3
+                assert progress == self.heard
+                self.heard += 1
+                self.absorbed = self.heard
+
+
+def test_what_is_sent_is_a_snapshot_and_comes_in_order() -> None:
+    fleet = Fleet()
+    fleet.add(Chatter(me=A, to=B))
+    fleet.add(Chatter(me=B), marks=(20,))
+    records = fleet.run()
+    assert records[B].recorder.messages == 20
+    assert records[B].recorder.sent_bytes == 20 * 12
+    assert records[B].recorder.slow_link_bytes == 0
+
+
+def test_mail_that_comes_twice_or_from_another_run_is_not_handled() -> None:
+    fleet = Fleet()
+    fleet.add(Chatter(me=A, to=B))
+    fleet.add(Chatter(me=B), marks=(20,))
+    post = fleet.post
+
+    def twice(to: NodeId, envelope: Envelope) -> None:
+        post(to, Envelope(envelope.sender, 0, envelope.number, 0.0, envelope.kind, envelope.contents))
+        post(to, envelope)
+        post(to, envelope)
+
+    for host in fleet.hosts.values():
+        host.post = twice
+    assert fleet.run()[B].recorder.messages == 20
+
+
+@dataclass(kw_only=True)
+class Trainee(Actor):
+    steps: int = 4
+    twice: bool = False
+
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        match message:
+            case Start():
+                ctx.train(torch.zeros(0), self.steps, 0)
+                if self.twice:
+                    ctx.train(torch.zeros(0), self.steps, 0)
+            case Trained(steps=steps):
+                self.absorbed += steps
+
+
+SHARD = Shard(0, 1, 0, 1, 0)
+
+
+def test_a_pace_makes_inner_steps_last_as_long_as_it_says() -> None:
+    fleet = Fleet()
+    fleet.add(Trainee(me=A), marks=(4,), shard=SHARD, step_time_s=0.02)
+    recorder = fleet.run()[A].recorder
+    assert 0.08 <= recorder.compute_s[A] < 0.2
+    assert [(span.what, span.node) for span in recorder.spans] == [("compute", A)]
+
+
+def test_two_jobs_at_once_are_an_error() -> None:
+    fleet = Fleet()
+    fleet.add(Trainee(me=A, twice=True), marks=(4,), shard=SHARD, step_time_s=0.05)
+    with pytest.raises(
+        TrainingError, match=r"^east/a asked to train while it is training: a method's worker has one job at a time$"
+    ):
+        fleet.run()
+
+
+def test_a_server_cannot_train() -> None:
+    fleet = Fleet()
+    fleet.add(Trainee(me=A), marks=(4,))
+    with pytest.raises(TrainingError, match=r"^east/a asked to train and is no worker of the topology$"):
+        fleet.run()
+
+
+def test_a_method_that_fails_is_named_with_its_place() -> None:
+    @dataclass(kw_only=True)
+    class Broken(Actor):
+        def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+            raise KeyError("nothing here")
+
+    fleet = Fleet()
+    fleet.add(Trainee(me=A), marks=(4,), shard=SHARD)
+    fleet.hosts[A].actor = Broken(me=A)  # a local class cannot be pickled
+    with pytest.raises(TrainingError, match=r"^east/a failed at .*test_host.py:\d+: KeyError: 'nothing here'$"):
+        fleet.run()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run() -> None:
+    chosen = recipe("diloco", task={"name": "synthetic", "width": 16, "valid_sequences": 8, "lr": 1e30, "gradient_clip": None})
+    fleet, _ = fleet_of(chosen, [{NodeId("east", "w0"): 10**9}])
+    with pytest.raises(
+        Diverged, match=r"^worker \w+/w\d: the training loss is (nan|inf) at its inner step \d+, after .* s; try a lower"
+    ):
+        fleet.run()
+
+
+def test_a_status_says_what_a_host_waits_for() -> None:
+    fleet = Fleet()
+    fleet.add(Reducer(me=A, group=(A, B), vector=torch.zeros(2), rounds=1), marks=(1,))
+    fleet.add(Chatter(me=B), marks=())
+    fleet.add(Trainee(me=C, steps=1000), shard=SHARD, step_time_s=0.01)
+    said: dict[NodeId, str] = {}
+
+    def look() -> bool:
+        said.update({node: host.status().doing for node, host in fleet.hosts.items()})
+        return said[A].startswith("waits in") and said[C].startswith("trains")
+
+    fleet.run(until=look)
+    assert said[A] == "waits in an all-reduce of 2 for east/b"
+    assert said[B] == "waits for a message"
+    assert said[C].startswith("trains since 0.")
+
+
+def test_random_numbers_are_the_simulators() -> None:
+    fleet = Fleet()
+    fleet.add(Chatter(me=A))
+    fleet.add(Chatter(me=B), run=Run(1, 1, 7))
+    assert fleet.hosts[B].rng.random() == np.random.default_rng((7, 1)).random()

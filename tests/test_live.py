@@ -1,0 +1,349 @@
+"""`live.py`: the same recipes on Ray. One Ray session serves most of these tests; what it must not leave behind has its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from archipel import experiment, methods
+from archipel.actor import NodeId
+from archipel.errors import Diverged, TrainingError, UserError
+from archipel.pool import Pool
+from archipel.recipe import Recipe, parse_recipe
+
+live = pytest.importorskip("archipel.live")
+
+SETTINGS = {"inner_steps": 5, "accumulate": 2, "global_lr": 1.0, "local_lr": 1.6, "local_momentum": 0.0, "outer_momentum": 0.0}
+PROFILE = {"name": "small", "model_bytes": 10_000, "step_time_s": 0.03}
+TASK = {"name": "synthetic", "width": 16, "valid_sequences": 8}
+
+
+def recipe(method: str, /, *, seed: int = 0, **sections: Any) -> Recipe:
+    """Four workers in two regions, 50 inner steps each, unless `sections` say something else."""
+    settings = {}
+    if method in methods.names():
+        fields = methods.load(method).Config.model_fields
+        settings = {key: value for key, value in SETTINGS.items() if key in fields}
+    return parse_recipe(
+        {
+            "method": {"name": method, **settings},
+            "topology": {"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}},
+            "profile": PROFILE,
+            "task": TASK,
+            "run": {"steps": 200, "evaluations": 4, "seed": seed},
+            **sections,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with experiment.open_pool(recipe("diloco"), 1) as pool:
+        assert pool is not None
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    """A private Ray that the launches of this module share."""
+    with live.session(None):
+        yield
+
+
+def evaluations(directory: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "eval"]
+
+
+def processes(name: str) -> set[int]:
+    """Processes of Ray's whose command line has `name` in it."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if name in command:
+                found.add(int(entry.name))
+    return found
+
+
+# Rehearsal
+
+
+def test_a_rehearsal_says_what_each_holder_absorbs_until_each_mark() -> None:
+    chosen = recipe("noloco", method={"name": "noloco", "inner_steps": 10})
+    marks = live.rehearse(chosen, chosen.profile, 200)
+    east, west = [NodeId("east", f"w{i}") for i in range(2)], [NodeId("west", f"w{i}") for i in range(2)]
+    assert marks[0] == dict.fromkeys([*east, *west], 0)
+    assert sum(marks[-1].values()) >= 200 > sum(marks[-2].values())
+    assert [sum(mark.values()) for mark in marks] == sorted(sum(mark.values()) for mark in marks)
+
+
+def test_a_method_with_one_model_ends_at_the_plan() -> None:
+    chosen = recipe("halos")
+    assert live.rehearse(chosen, chosen.profile, 200)[-1] == {NodeId("east", "global"): 200}
+
+
+def test_a_method_that_would_never_end_is_refused_before_anything_starts() -> None:
+    chosen = recipe("halos", method={"name": "halos", "accumulate": 10**6})
+    with pytest.raises(UserError, match="outer steps come too seldom"):
+        live.rehearse(chosen, chosen.profile, 200)
+
+
+# Places
+
+W = [NodeId("east", "w0"), NodeId("east", "w1"), NodeId("west", "w0")]
+SERVER = NodeId("east", "server")
+
+
+def machine(name: str, region: str | None = None, gpus: float = 0.0) -> Any:
+    return live.Machine(name, f"10.0.0.{name}", region, gpus)
+
+
+def test_one_private_machine_acts_all_regions() -> None:
+    places = live.place([SERVER, *W], W, [machine("1")], 1.0, None)
+    assert {place.id for place in places.values()} == {"1"}
+
+
+def test_a_regions_workers_are_spread_over_its_machines() -> None:
+    found = [machine("1", "east"), machine("2", "east"), machine("3", "west"), machine("4")]
+    places = live.place([SERVER, *W], W, found, 1.0, "10.0.0.1:6379")
+    assert [places[node].id for node in (SERVER, *W)] == ["1", "1", "2", "3"]
+
+
+def test_a_region_without_a_machine_is_named_with_the_command_that_would_start_one() -> None:
+    with pytest.raises(UserError) as error:
+        live.place([SERVER, *W], W, [machine("1", "east"), machine("2")], 1.0, "10.0.0.1:6379")
+    assert str(error.value) == (
+        "region 'west' has no machine for west/w0: no Ray node has the label region=west (labels found: 'east'); on a machine of "
+        "that region: ray start --address=10.0.0.1:6379 --labels=region=west"
+    )
+
+
+def test_gpus_take_as_many_workers_as_the_fraction_allows() -> None:
+    found = [machine("1", "east", 1.0), machine("2", "east"), machine("3", "west", 2.0)]
+    places = live.place([SERVER, *W], W, found, 0.5, "10.0.0.1:6379")
+    assert [places[node].id for node in W] == ["1", "1", "3"]
+    with pytest.raises(UserError) as error:
+        live.place([SERVER, *W], W, found, 1.0, "10.0.0.1:6379")
+    assert str(error.value) == (
+        "region 'east' has GPUs for 1 workers, and none for east/w1: "
+        "live.gpu_fraction = 1 of a GPU each; lower it, or add a machine"
+    )
+
+
+# The five methods
+
+
+@pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
+def test_synchronous_methods_take_home_the_simulators_weights(method: str, ray: None, pool: Pool, tmp_path: Path) -> None:
+    chosen = recipe(method)
+    summary = live.launch(chosen, tmp_path / "live")
+    modelled = experiment.simulate(chosen, pool, tmp_path / "simulated")
+    for key in ("inner_steps", "outer_steps", "tokens", "stopped", "settings", "workers"):
+        assert summary[key] == modelled[key]
+    ours, theirs = (load_file(tmp_path / name / "weights.safetensors") for name in ("live", "simulated"))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+    for here, there in zip(evaluations(tmp_path / "live"), evaluations(tmp_path / "simulated"), strict=True):
+        for key in ("inner_steps", "outer_steps"):
+            assert here[key] == there[key]
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+        assert here["replica_std"] == (there["replica_std"] and pytest.approx(there["replica_std"], rel=1e-4))
+    assert {path.name for path in (tmp_path / "live").iterdir()} == {path.name for path in (tmp_path / "simulated").iterdir()}
+    assert summary["modelled"] == ""
+    assert summary["real"].endswith("; the clock and the bytes, measured on 1 machine")
+
+
+@pytest.mark.parametrize("method", ["async_local_sgd", "halos"])
+def test_asynchronous_methods_do_as_the_simulator_does(method: str, ray: None, pool: Pool, tmp_path: Path) -> None:
+    """As many updates within a tenth, and a final loss within three standard deviations of five of the simulator's seeds."""
+    summary = live.launch(recipe(method, live={"pace": "profile"}), tmp_path / "live")
+    modelled = [experiment.simulate(recipe(method, seed=seed), pool, tmp_path / str(seed)) for seed in range(5)]
+    for key in ("outer_steps", "local_updates"):
+        if modelled[0][key]:
+            assert summary[key] == pytest.approx(modelled[0][key], rel=0.1, abs=1)
+    losses = [run["final_loss"] for run in modelled]
+    assert abs(summary["final_loss"] - np.mean(losses)) < 3 * np.std(losses, ddof=1)
+    assert summary["modelled"].startswith("the pace: an inner step takes at least 30 ms ÷ its worker's speed")
+
+
+def test_halos_with_a_fixed_pace_has_the_simulators_order_of_events(ray: None, tmp_path: Path) -> None:
+    """Two servers of one worker each, whose steps end at moments that lie well apart."""
+    chosen = recipe(
+        "halos",
+        topology={"regions": {"east": [1.0], "west": [0.77]}, "default": {"bandwidth_gbit_s": 10.0}},
+        profile={"name": "slow", "model_bytes": 1000, "step_time_s": 0.15},
+        method={"name": "halos", "inner_steps": 2, "accumulate": 2, "dynamic_steps": False},
+        task="none",
+        run={"steps": 24},
+        live={"pace": "profile"},
+    )
+    live.launch(chosen, tmp_path / "live")
+    experiment.simulate(chosen, None, tmp_path / "simulated")
+
+    def order(name: str) -> list[str]:
+        events = json.loads((tmp_path / name / "trace.json").read_text())["traceEvents"]
+        nodes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        ends = [(event["ts"] + event["dur"], nodes[event["tid"]]) for event in events if event["name"] == "compute"]
+        return [node for _, node in sorted(ends)]
+
+    assert order("live")[:8] == order("simulated")[:8]
+
+
+# What goes wrong
+
+
+FAILING = """
+import torch
+from archipel import Task
+
+def make():
+    return Task(lambda: torch.nn.Linear(2, 1), loss, lambda shard, i: i, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+
+def loss(model, batch):
+    if batch == 3:
+        raise ValueError("no more data")
+    return model(torch.ones(1, 2)).sum()
+"""
+
+
+def test_a_task_that_fails_is_named_with_its_place(ray: None, tmp_path: Path) -> None:
+    (tmp_path / "mytask.py").write_text(FAILING)
+    with pytest.raises(TrainingError, match=r"^worker \w+/w\d: the task failed at .*mytask.py:10: ValueError: no more data$"):
+        live.launch(recipe("diloco", task=f"{tmp_path}/mytask.py:make"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_names_the_worker(ray: None, tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"^diloco: worker \w+/w\d: the training loss is \w+ at its inner step \d+, after"):
+        live.launch(recipe("diloco", task={**TASK, "lr": 1e30, "gradient_clip": None}), tmp_path / "run")
+
+
+STUCK = """
+from dataclasses import dataclass
+from archipel.actor import Actor, MethodConfig, Start, Trained
+
+class Config(MethodConfig):
+    pass
+
+@dataclass(kw_only=True)
+class Worker(Actor):
+    theta: object
+    def upon(self, message, sender, ctx):
+        match message:
+            case Trained(steps=steps):
+                self.absorbed += steps
+        if self.absorbed < 20 or not len(self.theta):
+            ctx.train(self.theta, 5, self.absorbed)
+    def model(self):
+        return self.theta
+    def waits_for(self):
+        return "better times"
+
+def build(config, world, theta):
+    return [Worker(me=worker.id, theta=theta) for worker in world.workers]
+"""
+
+
+def test_when_nothing_happens_any_more_it_says_who_waits_for_what(ray: None, tmp_path: Path) -> None:
+    """A method of the user's, which comes to its end only where nothing is trained."""
+    (tmp_path / "stuck.py").write_text(STUCK)
+    chosen = recipe(f"{tmp_path}/stuck.py", topology={"regions": {"a": [1.0], "b": [1.0]}}, live={"deadline_s": 2.0})
+    with pytest.raises(TrainingError) as error:
+        live.launch(chosen, tmp_path / "run")
+    assert str(error.value) == (
+        "nothing has happened for 2 s (live.deadline_s): a/w0 waits for better times; b/w0 waits for better times"
+    )
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (
+            signal.SIGKILL,
+            r"^(east|west)/w\d in region '(east|west)' on [\d.]+ died; last words, at [\d.]+ s: .* events so far; Ray says: ",
+        ),
+        (
+            signal.SIGSTOP,
+            r"^(east|west)/w\d in region '(east|west)' on [\d.]+ has not answered for \d s \(live.deadline_s = 3\); last words",
+        ),
+    ],
+)
+def test_a_host_that_dies_or_falls_silent_is_named(sent: signal.Signals, said: str, ray: None, tmp_path: Path) -> None:
+    victims: list[int] = []
+    before = processes("ray::RayHost")
+
+    def strike(now: Any) -> None:
+        if now.inner_steps and not victims:
+            victims.append(min(processes("ray::RayHost") - before))
+            os.kill(victims[0], sent)
+
+    try:
+        with pytest.raises(TrainingError, match=said):
+            live.launch(recipe("diloco", run={"steps": 10**6}, live={"deadline_s": 3.0}), tmp_path / "run", progress=strike)
+    finally:
+        for victim in victims:
+            if sent == signal.SIGSTOP:
+                os.kill(victim, signal.SIGKILL)
+
+
+def test_seconds_and_a_target_loss_end_a_run(ray: None, tmp_path: Path) -> None:
+    summary = live.launch(recipe("noloco", run={"steps": 10**6, "seconds": 2.0}), tmp_path / "seconds")
+    assert summary["stopped"] == "seconds"
+    assert 2.0 <= summary["time_s"] < 3.0
+    assert 0 < summary["inner_steps"] < 10**6
+    summary = live.launch(recipe("diloco", run={"steps": 10**5, "evaluations": 500, "target_loss": 4.0}), tmp_path / "target")
+    assert summary["stopped"] == "target_loss"
+    assert summary["final_loss"] <= 4.0
+    assert summary["inner_steps"] < 10**5
+
+
+# The command, as a user runs it
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("end", ["Ctrl-C", "an error"])
+def test_nothing_of_ray_is_left_behind(end: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe("diloco", run={"steps": 10**6}).to_yaml())
+    lr = {"Ctrl-C": "task.lr=0.001", "an error": "task.lr=1e30"}[end]
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "archipel.cli", "launch", f"{tmp_path}/recipe.yaml", "--set", lr, "--out", str(out)]
+    # Ctrl-C reaches every process of a terminal: a session of its own, and the signal to all of its group.
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        if end == "Ctrl-C":
+            next(line for line in process.stderr if "steps" in line)
+            assert processes(f"_{process.pid}/")  # of the session, whose name ends in the number of the process
+            os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read().strip().splitlines()[-1]
+        code = process.wait(timeout=60)
+    if end == "Ctrl-C":
+        assert (code, said) == (130, f"archipel: interrupted; `archipel report {out}` shows what happened until then")
+        summary = json.loads((out / "diloco-seed0/summary.json").read_text())
+        assert summary["stopped"] == "interrupted"
+        assert summary["inner_steps"] > 0
+        assert load_file(out / "diloco-seed0/weights.safetensors")
+    else:
+        assert code == 2
+        assert said.startswith("archipel: diloco: worker ")
+        assert not out.exists()
+    until = time.monotonic() + 10
+    while (left := processes(f"_{process.pid}/")) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
