@@ -167,6 +167,31 @@ def test_the_theory_of_noloco(archipel: Any) -> None:
     assert (verdict["workers"], verdict["curvature"], verdict["inner_steps"]) == (4, 0.01, 10)
 
 
+def test_the_theory_of_noloco_says_how_far_off_the_conjecture_is(archipel: Any) -> None:
+    lines = archipel("theory", "noloco", "--curvature", 0.001, "--conjecture").out.splitlines()
+    assert ["16", "0.5425", "0.5425"] in [line.split() for line in lines]
+    assert "one group of all" in archipel("theory", "noloco", "--curvature", 0.001, "--conjecture", "--group-size", 4).out
+    more = json.loads(archipel("theory", "noloco", "--curvature", 0.01, "--conjecture", "--group-size", 4, "--json").out)
+    assert more["conjecture"][-1] == {
+        "workers": None, "exact_over_independent": 1.0, "exact_over_conjectured": pytest.approx(2 / 3),
+    }  # fmt: skip
+    refused = archipel("theory", "noloco", "--conjecture")
+    assert refused.code == 2
+    assert refused.err == (
+        "archipel: --conjecture: a flat direction has no variance to compare; give a --curvature, such as 0.001\n"
+    )
+
+
+def test_the_theory_of_noloco_draws_figures(archipel: Any, tmp_path: Path) -> None:
+    answer = archipel("theory", "noloco", "--alpha", 0.9, "--plots", tmp_path / "figures")
+    assert answer.code == 0
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
+        "theory_ellipse.png", "theory_factor.png", "theory_window.png",
+    ]  # fmt: skip
+    assert "theory_window.png" in answer.out.splitlines()[-1]
+    assert "theory_omega.png is not drawn: gamma is 0.7, not stable in a flat direction\n" in answer.err
+
+
 def test_latency_prints_what_pairs_save(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from archipel import latency
 
@@ -174,7 +199,7 @@ def test_latency_prints_what_pairs_save(archipel: Any, tmp_path: Path, monkeypat
     monkeypatch.setattr(latency, "study", lambda job, seed: study(job, seed, nodes=(2, 4), draws=256))
     answer = archipel("latency", "--workers", 4, "--inner-steps", 5, "--steps", 50, "--out", tmp_path / "out", "--json")
     assert answer.code == 0, answer.err
-    assert json.loads(answer.out)
+    assert len(json.loads(answer.out)["claims"]) == 3
     assert len(list((tmp_path / "out").glob("*.png"))) == 2
     assert "tree" in archipel("latency", "--workers", 4, "--inner-steps", 5, "--steps", 50, "--out", tmp_path / "out").out
     assert archipel("latency", "--sigma", -1, "--out", tmp_path / "no").code == 2

@@ -240,6 +240,26 @@ def test_a_seed_decides_everything() -> None:
     assert latency.ratio(8, 0.5, 1, 64) == latency.ratio(8, 0.5, 1, 64) != latency.ratio(8, 0.5, 2, 64)
 
 
+def test_where_a_pair_is_ten_times_as_fast() -> None:
+    assert latency.tenfold(1024, draws=1024) == 0  # log₂ 1024
+    assert latency.tenfold(2048, draws=2048) is None  # 11 already without variation
+    assert latency.tenfold(4, draws=1024) is None
+    found = latency.tenfold(256, draws=2**15)
+    assert found is not None
+    assert latency.ratio(256, found, samples=2**15)["tree"] == pytest.approx(10, abs=0.01)
+
+
+def test_claims_against_the_formula_without_variation() -> None:
+    """(log₂ n − 1)·2r = 0.2·(m + 2r·log₂ n) at n = 1024 and m = 100: r = 10/7."""
+    job = Job(LogNormal(3.0, 0.0), nodes=8, inner_steps=5, step_s=1.5, step_cv=0.0, steps=50)
+    *ratios, share = latency.claims(job, draws=512)
+    assert [(row["published"], row["here"], row["with"]) for row in ratios] == [(10, 8, {"sigma": 0}), (10, 9, {"sigma": 0})]
+    assert share["here"] == pytest.approx(9 * 2 * 2 / (100 + 2 * 2 * 10))
+    assert share["with"] == {"message_in_steps": 2, "step_cv": 0, "sigma": 0}
+    assert share["given_by"]["message_in_steps"] == pytest.approx(10 / 7, rel=0.01)
+    assert latency.claims(replace(job, message=NO_TIME), draws=512)[-1]["given_by"] is None
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -277,6 +297,7 @@ def test_the_study_is_json(result: dict[str, object]) -> None:
     assert {row["inner_steps"] for row in again["saved"]} == {50, 100, 200}  # 400 is longer than the run
     assert {row["nodes"] for row in again["saved"]} == {4, 8}
     assert len(again["needed"]) == len(latency.SIGMAS) + len(latency.VARIES)
+    assert [row["published"] for row in again["claims"]] == [10, 10, 0.2]
 
 
 def test_tables(result: dict[str, object]) -> None:
@@ -288,6 +309,9 @@ def test_tables(result: dict[str, object]) -> None:
     assert "% of time saved, steps drawn per worker" in text
     assert ["4", "2.00"] in [line.split()[:2] for line in text.splitlines()]
     assert "what alone saves 20%" in text
+    assert "the claims of arXiv 2506.10911" in text
+    assert text.count("about 10") == 2
+    assert "about 20%" in text
 
 
 def test_plots(result: dict[str, object], tmp_path: Path) -> None:

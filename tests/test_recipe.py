@@ -10,7 +10,7 @@ import pytest
 
 from archipel import methods
 from archipel.errors import UserError
-from archipel.recipe import Recipe, RunConfig, parse_override, parse_recipe, read_recipe
+from archipel.recipe import PipelineConfig, Recipe, RunConfig, parse_override, parse_recipe, read_recipe
 from archipel.task import StdlibTask
 from archipel.topology import PRESETS, PROFILES, Profile, load_topology
 from archipel.yamlfile import parse
@@ -56,6 +56,7 @@ def test_only_the_method_is_required() -> None:
         profile=PROFILES["pythia-70m-h100"],
         task=StdlibTask(),
         run=RunConfig(steps=None, tokens=None, seconds=None, target_loss=None, seed=0, evaluations=25),
+        pipeline=PipelineConfig(stages=1, micro_batches=4, routing="random"),
     )
 
 
@@ -107,7 +108,8 @@ def test_a_topology_can_be_written_out() -> None:
 
 def test_a_known_profile_can_be_changed() -> None:
     profile = parse_recipe(halos(profile={"name": "pythia-70m-h100", "step_time_s": 0.5})).profile
-    assert profile == Profile(name="pythia-70m-h100 (changed)", model_bytes=281_706_496, step_time_s=0.5)
+    preset = PROFILES["pythia-70m-h100"]
+    assert profile == preset.model_copy(update={"name": "pythia-70m-h100 (changed)", "step_time_s": 0.5})
 
 
 def test_a_profile_of_ones_own_needs_no_name() -> None:
@@ -283,7 +285,7 @@ def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> No
         written("method: halos", "tsak.width=64")
     assert str(error.value) == (
         "--set tsak.width=64: unknown section 'tsak' (did you mean 'task'?); "
-        "allowed: method, topology, profile, task, run, live, label"
+        "allowed: method, topology, profile, task, pipeline, run, live, label"
     )
 
 
@@ -340,7 +342,7 @@ def test_a_key_given_twice_is_refused(written: Any) -> None:
         (
             halos(topologie="one-node"),
             "recipe: unknown key 'topologie' (did you mean 'topology'?); "
-            "allowed: method, topology, profile, task, run, live, label",
+            "allowed: method, topology, profile, task, pipeline, run, live, label",
         ),
         ({"method": 5}, "method = 5: expected a name, or keys with `name` among them"),
         (halos(task=["stdlib"]), "task = ['stdlib']: expected a name, or keys with `name` among them"),
@@ -368,7 +370,7 @@ def test_a_recipe_says_what_it_lacks(data: dict[str, Any], text: str) -> None:
         ({"name": "halos", "accumulate": 0}, "halos.accumulate = 0: should be greater than or equal to 1"),
         ({"name": "halos", "merge_weight": 1.5}, "halos.merge_weight = 1.5: should be less than or equal to 1"),
         ({"name": "halos", "report_since": "start"}, "halos.report_since = 'start': should be 'merge' or 'send'"),
-        ({"name": "noloco", "group_size": 1}, "noloco.group_size = 1: should be greater than or equal to 2"),
+        ({"name": "noloco", "group_size": 0}, "noloco.group_size = 0: should be greater than or equal to 1"),
         ({"name": "diloco", "outer_momentum": 1.0}, "diloco.outer_momentum = 1.0: should be less than 1"),
         ({"name": "diloco", "outer_lr": float("nan")}, "diloco.outer_lr = nan: should be a finite number"),
         ({"name": "diloco", "inner_steps": "8"}, "diloco.inner_steps = '8': should be a valid integer"),
@@ -407,7 +409,8 @@ def test_a_method_of_ones_own_must_be_whole(tmp_path: Path, lacking: str) -> Non
         ({"name": "mine", "step_time_s": 1.0}, "profile.model_bytes: this key is required"),
         (
             {"model_bytes": 3, "step_time_s": 1.0, "step_time": 1},
-            "profile.step_time: unknown key 'step_time' (did you mean 'step_time_s'?); allowed: name, model_bytes, step_time_s",
+            "profile.step_time: unknown key 'step_time' (did you mean 'step_time_s'?); "
+            "allowed: name, model_bytes, step_time_s, activation_bytes",
         ),
     ],
 )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from archipel import studies
-from archipel.errors import UserError
-from archipel.studies import noloco_spread
+from archipel import experiment, report, studies
+from archipel.actor import NodeId
+from archipel.errors import Diverged, UserError
+from archipel.methods import noloco
+from archipel.studies import noloco_routing, noloco_spread, noloco_stability
+from archipel.task import Schedule
+from archipel.theory import Setting
 
 
 @pytest.mark.parametrize("name", studies.names())
@@ -42,6 +48,62 @@ def test_the_interval_of_three_correlations_by_hand() -> None:
     assert all(math.isnan(end) for end in noloco_spread.confidence_interval([0.9]))
 
 
+def test_growth_is_that_of_the_second_half() -> None:
+    assert noloco_stability.growth(np.array([9.0, 0.1, 5.0, 2.0, 3.0, 4.5])) == pytest.approx(1.5)
+
+
+def test_one_pair_moves_by_the_eigenvalues_of_its_own_matrix() -> None:
+    """Two workers always meet, so nothing is random: [[1 − γ, α], [−γ, α]] for every outer step."""
+    for alpha, gamma in ((0.5, 0.7), (0.9, 1.5), (0.3, 2.5)):
+        radius = np.abs(np.linalg.eigvals([[1 - gamma, alpha], [-gamma, alpha]])).max()
+        typical = noloco_stability.typical_factor(Setting(alpha, 0.7, gamma, workers=2), outer_steps=2000)
+        assert typical == pytest.approx(radius, rel=2e-3)
+
+
+def test_the_predicted_spread_is_that_of_kicked_workers() -> None:
+    """Eight workers moved one by one, 4000 coordinates that share the partitions of seed 5."""
+    alpha, gamma, rng = 0.9, 0.7, np.random.default_rng(0)
+    phi, delta = np.zeros((8, 4000)), np.zeros((8, 4000))
+    everyone = tuple(NodeId("a", f"w{i}") for i in range(8))
+    for predicted, outer_step in zip(noloco_stability.predicted(alpha, gamma, 3, seed=5), range(12), strict=False):
+        moved = sum(Schedule().factor(3 * outer_step + i, 150) * rng.normal(size=phi.shape) for i in range(3))
+        for group in set(noloco.groups(everyone, 2, 5, outer_step).values()):
+            pair = [everyone.index(member) for member in group]
+            delta[pair] = alpha * delta[pair] + 0.7 * moved[pair].mean(0) - gamma * (phi[pair] - phi[pair].mean(0))
+        phi = phi + delta
+        assert predicted == pytest.approx(math.sqrt(phi.var(axis=0).mean()), rel=0.05)
+
+
+@pytest.mark.slow
+def test_replicas_drift_apart_outside_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few outer steps, and far outside; a run that a loss ended is named."""
+    monkeypatch.setattr(noloco_stability, "OUTER_STEPS", 10)
+    monkeypatch.setattr(noloco_stability, "ALPHAS_AND_GAMMAS", ((0.9, 2.5), (0.5, 0.7)))
+    small = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "valid_sequences": 8}
+    recipe_of, simulate = noloco_stability._recipe, experiment.simulate
+
+    def small_recipe(*arguments: Any) -> Any:
+        recipe = recipe_of(*arguments)
+        return replace(recipe, task=recipe.task.model_copy(update=small))
+
+    def simulate_but_one(recipe: Any, pool: Any, directory: Path) -> Any:
+        if directory.name == "alpha0.9-gamma2.5-seed1":
+            raise Diverged("alpha0.9-gamma2.5: a loss is nan")
+        return simulate(recipe, pool, directory)
+
+    monkeypatch.setattr(noloco_stability, "_recipe", small_recipe)
+    monkeypatch.setattr(experiment, "simulate", simulate_but_one)
+    answer = noloco_stability.run(tmp_path, studies.Settings(steps=80, seeds=2, processes=1))
+    outside, inside = (dict(zip(answer.columns, row, strict=True)) for row in answer.rows)
+    assert float(outside["√ρ"]) > 1 > float(inside["√ρ"])
+    assert float(outside["measured"]) > 1.1  # one seed, no ±
+    assert float(inside["measured"].split(" ± ")[0]) < 1
+    assert "outside the window 0 to 0.44" in answer.finding
+    assert "Without figures: alpha0.9-gamma2.5: a loss is nan (seed 1)" in answer.finding
+    assert answer.headline.startswith("Real: gradients")
+    assert answer.plots[0].is_file()
+
+
 @pytest.mark.slow
 def test_the_spread_of_noloco_follows_the_learning_rate(tmp_path: Path) -> None:
     """A short run; the full one has the same sign and size, see docs/theory.md."""
@@ -49,3 +111,23 @@ def test_the_spread_of_noloco_follows_the_learning_rate(tmp_path: Path) -> None:
     assert answer.plots[0].is_file()
     assert float(answer.rows[0][1]) > 0.8
     assert answer.headline.startswith("Real: gradients")
+
+
+@pytest.mark.slow
+def test_random_routes_are_compared_with_fixed_ones(tmp_path: Path) -> None:
+    answer = noloco_routing.run(tmp_path / "out", studies.Settings(steps=200, seeds=1))
+    assert [row[:2] for row in answer.rows] == [["without", "fixed"], ["without", "random"], ["with", "fixed"], ["with", "random"]]
+    spreads = [float(row[-1]) for row in answer.rows]
+    assert min(spreads[:2]) > 10 * max(spreads[2:])  # an outer step does more than routes
+    assert answer.finding.startswith("Without an outer step, random routes change the spread by ")
+    assert answer.plots[0].is_file()
+
+
+def test_changes_are_of_pairs_with_one_seed() -> None:
+    def run(loss: float, spread: float) -> report.Run:
+        return report.Run(Path(), {"replica_loss": loss, "replica_std": spread}, [])
+
+    fixed, random = [run(2.0, 0.1), run(3.0, 0.2)], [run(2.0 + math.log(1.02), 0.09), run(3.0, 0.16)]
+    assert noloco_routing.finding("without", fixed, random) == (
+        "Without an outer step, random routes change the spread by -15.0 ± 7.1 % and the replicas' own perplexity by +1.0 ± 1.4 %."
+    )

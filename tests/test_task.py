@@ -120,8 +120,8 @@ def plain_gpt(weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
         centred = x - x.mean(dim=-1, keepdim=True)
         return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weights[f"{name}.weight"]
 
-    x = torch.stack([weights["tokens.weight"][t] + weights["positions.weight"][i] for i, t in enumerate(tokens)])
-    for block in ("blocks.0", "blocks.1"):
+    x = torch.stack([weights["embed.tokens.weight"][t] + weights["embed.positions.weight"][i] for i, t in enumerate(tokens)])
+    for block in ("block_0", "block_1"):
         q, k, v = (norm(x, f"{block}.norm_1") @ weights[f"{block}.attention_in.weight"].T).split(6, dim=-1)
         rows = []
         for i in range(len(tokens)):
@@ -133,7 +133,7 @@ def plain_gpt(weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
         x = x + torch.stack(rows) @ weights[f"{block}.attention_out.weight"].T
         hidden = norm(x, f"{block}.norm_2") @ weights[f"{block}.mlp_in.weight"].T
         x = x + hidden.clamp(min=0) ** 2 @ weights[f"{block}.mlp_out.weight"].T
-    return norm(x, "norm") @ weights["tokens.weight"].T
+    return norm(x, "head.norm") @ weights["embed.tokens.weight"].T
 
 
 def test_gpt_is_the_plain_transformer() -> None:
@@ -160,7 +160,7 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
 
 def test_head_and_embedding_are_one_parameter() -> None:
     model = small_gpt()
-    assert model.head.weight is model.tokens.weight
+    assert model.head.logits.weight is model.embed.tokens.weight
     assert "head.weight" not in dict(model.named_parameters())
 
 
@@ -249,9 +249,9 @@ def test_regions_that_differ_are_validated_on_the_same_data(corpus: str) -> None
 def test_a_model_depends_on_the_seed_alone(corpus: str) -> None:
     task = make_task(TextTask(path=corpus))
     torch.manual_seed(1)
-    one = task.seeded_model(5).tokens.weight
+    one = task.seeded_model(5).embed.tokens.weight
     torch.manual_seed(2)
-    same, other = task.seeded_model(5).tokens.weight, task.seeded_model(6).tokens.weight
+    same, other = task.seeded_model(5).embed.tokens.weight, task.seeded_model(6).embed.tokens.weight
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 

@@ -378,6 +378,18 @@ def test_conjectured_factor_holds_for_pairs_only(size: int) -> None:
     assert seen.conjectured / seen.independent == pytest.approx(2 * (size - 1) / size)
 
 
+def test_conjecture_in_ratios() -> None:
+    s = replace(SETTING, workers=12, group_size=4)
+    rows = theory.conjecture(s, (16, 4, None))
+    assert [row.workers for row in rows] == [4, 12, 16, None]
+    p, q = theory.stationary(s)
+    correlation = q[0, 0] / p[0, 0]
+    assert rows[1].exact_over_independent == pytest.approx(1 - correlation)
+    assert rows[1].exact_over_conjectured == pytest.approx((1 - correlation) / (2 * 3 / 4))
+    assert rows[0].exact_over_independent == 0  # one group of all
+    assert rows[3].exact_over_conjectured == pytest.approx(2 / 3)
+
+
 def test_independence_holds_for_many_workers_and_fails_in_flat_directions() -> None:
     def correlation(workers: int | None, rate: float) -> float:
         seen = theory.group_deviation(Setting(0.5, 0.7, 0.7, curvature_rate=rate, workers=workers))

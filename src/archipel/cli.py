@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from archipel import experiment, latency, methods, report, studies, theory
+from archipel import experiment, latency, methods, report, studies, theory, theory_plots
 from archipel.errors import Diverged, TrainingError, UserError, nearest
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
 from archipel.task import CONFIGS
@@ -75,7 +75,7 @@ def compare(
     """Which method trains fastest on this network? Real gradients, a modelled clock."""
     recipes = comparison(
         method_list,
-        {"topology": topology, "profile": profile, "task": task, "run": {"steps": steps, "tokens": tokens}},
+        {"topology": topology, "profile": profile, "task": task, "pipeline": {}, "run": {"steps": steps, "tokens": tokens}},
         seeds,
         settings or [],
     )
@@ -227,24 +227,36 @@ def theory_noloco(
     inner_steps: Annotated[int, typer.Option(help="m: inner steps of an outer step.")] = 50,
     workers: Annotated[int | None, typer.Option(help="N. Default: infinitely many.")] = None,
     group_size: Annotated[int, typer.Option(help="n: workers that average together.")] = 2,
+    conjecture: Annotated[
+        bool, typer.Option("--conjecture", help="Also how far off the paper's variance is, for several N; needs --curvature.")
+    ] = False,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for figures. Default: none are drawn.")] = None,
     as_json: Json = False,
 ) -> None:
     """Do NoLoCo's replicas stay together? Exact second moments on a quadratic; nothing is trained."""
+    if conjecture and not curvature:
+        raise UserError("--conjecture: a flat direction has no variance to compare; give a --curvature, such as 0.001")
     try:
-        verdict = theory.verdict(theory.Setting(alpha, beta, gamma, curvature, inner_steps, workers, group_size))
+        setting = theory.Setting(alpha, beta, gamma, curvature, inner_steps, workers, group_size)
+        verdict = theory.verdict(setting)
+        compared = theory.conjecture(setting) if conjecture else []
     except ValueError as error:
         raise UserError(str(error)) from None
+    drawn, left_out = theory_plots.write(setting, plots) if plots else ([], {})
+    for file, why in left_out.items():
+        _say(f"{file} is not drawn: {why}")
     if as_json:
         fields = asdict(verdict)
         empty = {key: None for key, value in fields.items() if isinstance(value, float) and math.isnan(value)}
-        print(json.dumps(fields | empty, allow_nan=False))
+        more = {"conjecture": [asdict(row) for row in compared]} if conjecture else {}
+        print(json.dumps(fields | empty | more, allow_nan=False))
         return
     limit = "in the small-curvature limit, which decides for a network"
     where = f"curvature ωλ = {curvature}, m = {inner_steps}" if curvature else limit
     crowd = f"{workers} workers" if workers else "many workers"
-    setting = f"α = {alpha}, β = {beta}, γ = {gamma}, groups of {group_size}"
+    given = f"α = {alpha}, β = {beta}, γ = {gamma}, groups of {group_size}"
     out_console.print(
-        f"{'stable' if verdict.stable else 'unstable'}: {setting}, {crowd}, {where}\n"
+        f"{'stable' if verdict.stable else 'unstable'}: {given}, {crowd}, {where}\n"
         f"  stable window          {verdict.gamma_min:.2f} < γ < {verdict.gamma_max:.2f}\n"
         f"  its limit              γ < {verdict.gamma_max_limit:.2f} (small curvature, many workers)\n"
         f"  fastest contraction    γ = {verdict.gamma_best:.2f}\n"
@@ -252,6 +264,17 @@ def theory_noloco(
         f"the replicas' variance by {verdict.spectral_radius_spread:.4f}",
         soft_wrap=True, markup=False, highlight=False,
     )  # fmt: skip
+    if conjecture:
+        title = "E(φ − mean of its group)²: exact over that of independent replicas, and over the conjectured 2((n − 1)/n)²·Var φ"
+        out_console.print(title, soft_wrap=True, markup=False, highlight=False)
+        table = Table("  workers", "exact/independent", "exact/conjectured", box=None)
+        for row in compared:
+            one_group = "  (one group of all: replicas that start equal stay equal)" if row.exact_over_independent == 0 else ""
+            ratios = f"{row.exact_over_independent:.4f}", f"{row.exact_over_conjectured:.4f}{one_group}"
+            table.add_row(f"  {row.workers or '∞'}", *ratios)
+        out_console.print(table)
+    if drawn:
+        out_console.print(f"Plots: {', '.join(map(str, drawn))}", soft_wrap=True, markup=False, highlight=False)
 
 
 def comparison(method_list: str, common: dict[str, Any], seeds: int, overrides: Sequence[str]) -> list[Recipe]:

@@ -51,6 +51,12 @@ class Shard:
         return np.random.default_rng((self.seed, self.index, index) if self.split == "train" else (0x7A11D, index))
 
 
+def shards_of(regions: Sequence[str], seed: int) -> tuple[Shard, ...]:
+    """The shards of workers that live in `regions`, in rank order."""
+    names = list(dict.fromkeys(regions))
+    return tuple(Shard(i, len(regions), names.index(region), len(names), seed) for i, region in enumerate(regions))
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Tokens for training and validation; the training tokens in classes, so that regions can differ in what they see.

@@ -29,10 +29,12 @@ from torch import Tensor
 
 import archipel
 from archipel import methods, outer, theory
-from archipel.actor import NodeId, Vector, World
+from archipel.actor import Actor, NodeId, Vector, World
+from archipel.data import shards_of
 from archipel.errors import Diverged, UserError
 from archipel.metrics import Recorder
 from archipel.network import Network
+from archipel.pipeline import Pipeline, boundary_bytes, split
 from archipel.pool import NoTraining, Pool, Trainer
 from archipel.recipe import DEFAULT_STEPS, Recipe
 from archipel.replica import Run
@@ -52,7 +54,7 @@ def open_pool(recipe: Recipe, processes: int | None) -> Iterator[Pool | None]:
     if isinstance(recipe.task, NoTask):
         yield None
         return
-    with Pool(recipe.task, [worker.id for worker in recipe.topology.workers], processes) as pool:
+    with Pool(recipe.task, [worker.id for worker in recipe.topology.workers], processes, pipeline_of(recipe)) as pool:
         if pool.task.autocast == torch.bfloat16 and "cpu" in pool.devices and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             warnings.warn("this CPU has no bf16 arithmetic and emulates it; precision fp32 is many times faster", stacklevel=2)
         torch.set_num_threads(1)  # outer steps must not take the pool's cores
@@ -71,14 +73,58 @@ def measure_profile(pool: Pool | None) -> Profile:
     if pool is None:
         raise UserError("profile = 'measured': task none trains nothing that could be measured")
     pool.begin(Run(1, len(pool.rank), 0))
-    return Profile(name="measured", model_bytes=4 * pool.replica.layout.numel, step_time_s=pool.measure_step_time_s())
+    modules = [replica.module for replica in pool.stages]
+    return Profile(
+        name="measured",
+        model_bytes=4 * pool.replica.layout.numel,
+        step_time_s=pool.measure_step_time_s(),
+        activation_bytes=boundary_bytes(pool.task, modules, shards_of([""], 0)[0]),
+    )
+
+
+def pipeline_of(recipe: Recipe) -> Pipeline | None:
+    """How the recipe's workers share the stages of their replicas; None: each has a whole one."""
+    workers, config = [worker.id for worker in recipe.topology.workers], recipe.pipeline
+    return Pipeline.of(workers, config.stages, config.micro_batches, config.routing) if config.stages > 1 else None
+
+
+def build_actors(recipe: Recipe, pipeline: Pipeline | None, theta: Vector, layouts: Sequence[Layout]) -> list[Actor]:
+    """The recipe's actors; of a pipeline, the method's once for each stage, which does not know that there are others.
+
+    Args:
+        theta: the weights to start from.
+        layouts: of the stages, one where there is no pipeline; empty where nothing is trained.
+
+    Raises:
+        UserError: the method has nodes that are not workers (servers), so that it cannot run once a stage.
+    """
+    method, workers, seed = methods.load(recipe.method), recipe.topology.workers, recipe.run.seed
+    if pipeline is None:
+        return list(method.build(recipe.config, World(workers, layouts[0].parameters if layouts else 0, seed), theta))
+    actors: list[Actor] = []
+    thetas = split(theta, layouts) if layouts else [theta] * pipeline.stages
+    for k, nodes in enumerate(pipeline.nodes):
+        # Each stage draws its own random peers.
+        stage_seed = int(np.random.default_rng((seed, 0x57A6E, k)).integers(2**31))
+        world = World(workers[k :: pipeline.stages], layouts[k].parameters if layouts else 0, stage_seed)
+        built = method.build(recipe.config, world, thetas[k])
+        if {actor.me for actor in built} != set(nodes):
+            servers = ", ".join(str(actor.me) for actor in built if actor.me not in nodes)
+            raise UserError(
+                f"pipeline.stages = {pipeline.stages}: {recipe.label} cannot run in stages, for it has nodes that are no "
+                f"workers: {servers}; noloco and diloco can"
+            )
+        actors += built
+    return actors
 
 
 def check_reachable(recipe: Recipe) -> None:
     """Raise a `UserError` if a node of the recipe's method cannot reach another that it talks to."""
-    world = World(recipe.topology.workers, 0, recipe.run.seed)
-    actors = methods.load(recipe.method).build(recipe.config, world, torch.empty(0))
+    pipeline = pipeline_of(recipe)
+    actors = build_actors(recipe, pipeline, torch.empty(0), ())
     recipe.topology.check_reachable((actor.me, peer) for actor in actors for peer in actor.peers())
+    if pipeline:
+        recipe.topology.check_reachable(pipeline.neighbours())
 
 
 def warn_of_divergence(recipe: Recipe) -> None:
@@ -86,10 +132,12 @@ def warn_of_divergence(recipe: Recipe) -> None:
 
     A network has flat directions, so the window is that of vanishing curvature.
     """
-    config, workers = recipe.config, len(recipe.topology.workers)
+    config, workers = recipe.config, recipe.replicas
     if recipe.method != "noloco" or workers < 2:
         return
     alpha, beta, gamma, size = (getattr(config, name) for name in ("alpha", "beta", "gamma", "group_size"))
+    if size == 1:  # nobody averages: replicas are meant to go their own ways
+        return
     verdict = theory.verdict(theory.Setting(alpha, beta, gamma, workers=workers, group_size=size))
     if not verdict.stable:
         warnings.warn(
@@ -128,12 +176,21 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
     recipe = replace(recipe, profile=profile)
     tokens_per_step = pool.task.tokens_per_step if pool else None
     steps, seed, workers = planned_steps(recipe, tokens_per_step), recipe.run.seed, recipe.topology.workers
+    pipeline = pipeline_of(recipe)
     if pool:
-        pool.begin(Run(steps, len(workers), seed))
+        pool.begin(Run(steps, recipe.replicas, seed))
+        layouts = [replica.layout for replica in pool.stages]
         theta, parameters = pool.replica.layout.read(pool.replica.module), pool.replica.layout.parameters
     else:
-        theta, parameters = torch.empty(0), 0
-    actors = methods.load(recipe.method).build(recipe.config, World(workers, parameters, seed), theta)
+        theta, parameters, layouts = torch.empty(0), 0, []
+    actors = build_actors(recipe, pipeline, theta, layouts)
+    if pool and pipeline:
+        pipeline = replace(
+            pipeline,
+            numels=tuple(layout.numel for layout in layouts),
+            parameters=tuple(layout.parameters for layout in layouts),
+            clips=pool.task.gradient_clip is not None,
+        )
     recorder = Recorder(on_progress=lambda absorbed, now: progress(min(absorbed, steps), steps, now))
     trainer: Trainer = pool or NoTraining()
     simulator = Simulator(
@@ -148,6 +205,7 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
         tokens_per_step=tokens_per_step,
         parameters=parameters,
         seed=seed,
+        pipeline=pipeline,
     )
     try:
         stopped = simulator.run()
@@ -208,7 +266,8 @@ def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         integers=pool.integers() if pool else {},
         real=f"gradients of {pool.task.description}" if pool else "nothing: no gradients (task none)",
         modelled=f"the clock: topology {recipe.topology.name}, profile {profile.name} "
-        f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step at full speed)",
+        f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
+        + in_stages(recipe),
         processes=len(pool.processes) if pool else 0,
     )
 
@@ -240,7 +299,8 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "workers": len(workers),
         "real": ended.real,
         "modelled": ended.modelled,
-        "settings": recipe.config.model_dump(mode="json"),
+        "settings": recipe.config.model_dump(mode="json")
+        | (recipe.pipeline.model_dump(mode="json") if recipe.pipeline.stages > 1 else {}),
         "changed": {name: list(pair) for name, pair in recipe.changed().items()},
         "loss_name": task and task.loss_name,
         "entropy_rate": task and task.entropy_rate,
@@ -249,6 +309,14 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
         "versions": {"archipel": archipel.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def in_stages(recipe: Recipe) -> str:
+    """What the model's stages add to the description of a run; empty without any."""
+    pipeline = recipe.pipeline
+    if pipeline.stages == 1:
+        return ""
+    return f", {recipe.replicas} replicas in {pipeline.stages} stages (GPipe's schedule, {pipeline.micro_batches} micro-batches)"
 
 
 def leave(directory: Path, recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The small default model: a GPT with pre-normalisation, squared ReLU, tied embeddings and no biases.
+"""The small default model: a GPT with pre-normalisation, squared ReLU and no biases.
 
 What belongs here: the model and its sizes. What does not: its data, its optimizer, or how it is trained.
 """
@@ -6,6 +6,7 @@ What belongs here: the model and its sizes. What does not: its data, its optimiz
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -44,32 +45,55 @@ def causal_attention(qkv: Tensor, heads: int) -> Tensor:
     return attended.transpose(1, 2).reshape(batch, sequence, -1).to(dtype)
 
 
-class GPT(nn.Module):
-    """A decoder-only transformer over `vocabulary` tokens, for sequences of up to `context` of them."""
+class Embed(nn.Module):
+    """What a token is, plus where it stands."""
 
-    def __init__(self, *, vocabulary: int, context: int, layers: int, width: int, heads: int) -> None:
+    def __init__(self, vocabulary: int, context: int, width: int) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"width {width} is not divisible by heads {heads}")
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Shape (batch, sequence) to (batch, sequence, width)."""
+        x: Tensor = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return x
+
+
+class Head(nn.Module):
+    """Logits of the next token."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
         self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
+        self.logits = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, sequence, width) to (batch, sequence, vocabulary)."""
+        logits: Tensor = self.logits(self.norm(x))
+        return logits
+
+
+class GPT(nn.Sequential):
+    """A decoder-only transformer over `vocabulary` tokens, for sequences of up to `context` of them.
+
+    Tokens of shape (batch, sequence) give logits of the next one, shape (batch, sequence, vocabulary). `tied`: one
+    table serves as embedding and as output; such a model cannot be cut into stages.
+    """
+
+    def __init__(self, *, vocabulary: int, context: int, layers: int, width: int, heads: int, tied: bool = True) -> None:
+        if width % heads:
+            raise ValueError(f"width {width} is not divisible by heads {heads}")
+        embed = Embed(vocabulary, context, width)
+        blocks = {f"block_{i}": Block(width, heads) for i in range(layers)}
+        head = Head(vocabulary, width)
+        super().__init__(OrderedDict[str, nn.Module](embed=embed, **blocks, head=head))
+        if tied:
+            head.logits.weight = embed.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 # GPT-2's rule: what is added to the residual stream shrinks with the number of additions.
                 residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token, shape (batch, sequence, vocabulary), from tokens of shape (batch, sequence)."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:

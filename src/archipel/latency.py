@@ -41,6 +41,7 @@ Varies = Literal["step", "round", "worker"]
 VARIES: tuple[Varies, ...] = ("step", "round", "worker")
 SIGMAS, NODES, INNER_STEPS = (0.0, 0.25, 0.5, 1.0), tuple(2**k for k in range(1, 13)), (50, 100, 200, 400)
 TENFOLD, TARGET = 10.0, 0.2  # published: 10 times as fast at a few hundred workers; 20 % of the time at 1024 and 100 inner steps
+FEW_HUNDRED = (256, 512)
 _STYLE: dict[Any, Any] = {"axes.spines.right": False, "axes.spines.top": False, "axes.grid": True, "grid.color": "#E6E6E6"}
 _STYLE["axes.prop_cycle"] = "cycler(color=['#444444', '#56B4E9', '#0072B2', '#D55E00', '#009E73', '#CC79A7'])"
 
@@ -155,18 +156,32 @@ def saved(job: Job, all_reduce: Exchange = tree, seed: int = 0, draws: int = 2**
 
 
 def needed(job: Job, seed: int = 0, draws: int = 2**19) -> float | None:
-    """The factor on the job's message time and step_cv at which it saves `TARGET`, by Illinois' rule. None: none up to 100."""
+    """The factor on the job's message time and step_cv at which it saves `TARGET`. None: none up to 100."""
 
     def excess(x: float) -> float:
         message = replace(job.message, mean_s=x * job.message.mean_s)
         return saved(replace(job, message=message, step_cv=x * job.step_cv), tree, seed, draws) - TARGET
 
-    low, below, high = 0.0, -TARGET, min(100.0, 3 / job.step_cv if job.step_cv else 100.0)
-    if (above := excess(high)) < 0:
+    high = min(100.0, 3 / job.step_cv if job.step_cv else 100.0)
+    return _root(excess, 0.0, -TARGET, high, excess(high), 0.0005)
+
+
+def tenfold(nodes: int, seed: int = 0, draws: int = 2**19) -> float | None:
+    """The sigma at which an exchange of pairs is `TENFOLD` as fast as a tree. None: it is faster already at 0, or not even at 2."""
+
+    def excess(sigma: float) -> float:
+        return ratio(nodes, sigma, seed, draws)["tree"] - TENFOLD
+
+    return _root(excess, 0.0, excess(0.0), 2.0, excess(2.0), 0.01)
+
+
+def _root(f: Callable[[float], float], low: float, below: float, high: float, above: float, close: float) -> float | None:
+    """Where f, below zero at `low` and above at `high`, is within `close` of zero, by Illinois' rule. None: signs are not so."""
+    if below > 0 or above < 0:
         return None
-    while abs(above) > 0.0005:
+    while abs(above) > close:
         middle = high - above * (high - low) / (above - below)
-        low, below = (high, above) if (found := excess(middle)) * above < 0 else (low, below / 2)
+        low, below = (high, above) if (found := f(middle)) * above < 0 else (low, below / 2)
         high, above = middle, found
     return high
 
@@ -187,6 +202,7 @@ def study(job: Job, seed: int = 0, nodes: Sequence[int] = NODES, draws: int = 2*
 
     ratios: see `ratio`. saved: against a tree. saved_against_ring: by the job, in 10 rounds. needed: what alone saves 20 % with the
     job's nodes and inner_steps, in one round and in the run: long messages, all steps alike; or varying steps, messages in no time.
+    claims: see `claims`.
     """
     lengths, places = sorted(m for m in {*INNER_STEPS, job.inner_steps} if m <= job.steps), sorted({*nodes[1::2], job.nodes})
     sizes: list[dict[str, Any]] = [{"varies": v, "inner_steps": m, "nodes": n} for v, m, n in product(VARIES, lengths, places)]
@@ -199,7 +215,40 @@ def study(job: Job, seed: int = 0, nodes: Sequence[int] = NODES, draws: int = 2*
         "saved": [size | {"saved": saved(replace(job, **size), tree, seed, draws)} for size in sizes],
         "saved_against_ring": saved(replace(job, steps=min(job.steps, 10 * job.inner_steps)), ring, seed, draws // 32),
         "needed": [{"what": w, "one_round": needed(once[w], seed, draws), "run": needed(alone[w], seed, draws)} for w in alone],
+        "claims": claims(job, seed, draws),
     }
+
+
+def claims(job: Job, seed: int = 0, draws: int = 2**19) -> list[dict[str, Any]]:
+    """The claims of arXiv 2506.10911 beside the same quantity of this job, and the parameters at which the two are equal.
+
+    One exchange at a few hundred workers, and a whole run at 1024 workers and 100 inner steps; whatever the job's own sizes are.
+    `given_by`: sigma, or the message time in steps and step_cv, sigma as in the job. None: nothing in its range gives the claim.
+    """
+    sigma = job.message.sigma
+    rows: list[dict[str, Any]] = [
+        {
+            "claim": f"tree ÷ pair, {nodes} workers",
+            "published": TENFOLD,
+            "here": ratio(nodes, sigma, seed, draws)["tree"],
+            "with": {"sigma": sigma},
+            "given_by": None if (found := tenfold(nodes, seed, draws)) is None else {"sigma": found},
+        }
+        for nodes in FEW_HUNDRED
+    ]
+    run = replace(job, nodes=1024, inner_steps=100, steps=max(job.steps, 100))
+    ours = {"message_in_steps": job.message.mean_s / job.step_s, "step_cv": job.step_cv}
+    factor = needed(run, seed, draws)
+    rows.append(
+        {
+            "claim": f"time saved, {run.nodes} workers, m = {run.inner_steps}",
+            "published": TARGET,
+            "here": saved(run, tree, seed, draws),
+            "with": ours | {"sigma": sigma},
+            "given_by": None if factor is None else {key: factor * value for key, value in ours.items()} | {"sigma": sigma},
+        }
+    )
+    return rows
 
 
 def panels(result: dict[str, Any]) -> dict[str, dict[str, dict[int, float]]]:
@@ -224,7 +273,19 @@ def tables(result: dict[str, Any]) -> list[Table]:
     shown.append(Table(f"what alone saves {TARGET:.0%}", "in one round", "in the run", box=None, caption=caption))
     for row in result["needed"]:
         shown[-1].add_row(*("never" if cell is None else cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row.values()))
+    title = "the claims of arXiv 2506.10911, with this message and step time, and what gives the published figure here"
+    shown.append(Table("", "published", "here", "as published with", box=None, title=title, title_justify="left"))
+    for row in result["claims"]:
+        share = "%" if row["published"] < 1 else "f"
+        published, here = f"{row['published']:.0{share}}", f"{row['here']:.1{share}}"
+        given_by = _parameters(row["given_by"]) if row["given_by"] else "nothing"
+        shown[-1].add_row(row["claim"], f"about {published}", f"{here} ({_parameters(row['with'])})", given_by)
     return shown
+
+
+def _parameters(values: dict[str, float]) -> str:
+    said = {"message_in_steps": "message {:.2f} steps", "step_cv": "cv {:.2f}", "sigma": "σ {:.2f}"}
+    return ", ".join(said[key].format(value) for key, value in values.items())
 
 
 def write(result: dict[str, Any], out: Path) -> list[Path]:

@@ -78,16 +78,17 @@ class Recorder:
     sent_bytes: float = 0.0
     slow_link_bytes: float = 0.0
     compute_s: dict[NodeId, float] = field(default_factory=dict)
-    busy_until_s: dict[NodeId, float] = field(default_factory=dict)
+    last_job: dict[NodeId, tuple[float, float, float]] = field(default_factory=dict)  # its start, end, and computing seconds
     spans: list[Span] = field(default_factory=list)
     spans_cut: bool = False
     evaluations: list[Evaluation] = field(default_factory=list)
     trainings: list[Training] = field(default_factory=list)
 
-    def computes(self, node: NodeId, start_s: float, end_s: float) -> None:
-        """`node` trains from `start_s` to `end_s`."""
-        self.compute_s[node] = self.compute_s.get(node, 0.0) + end_s - start_s
-        self.busy_until_s[node] = end_s
+    def computes(self, node: NodeId, start_s: float, end_s: float, busy_s: float | None = None) -> None:
+        """`node` trains from `start_s` to `end_s`, of which it computes for `busy_s`: a stage of a pipeline also waits."""
+        busy_s = end_s - start_s if busy_s is None else busy_s
+        self.compute_s[node] = self.compute_s.get(node, 0.0) + busy_s
+        self.last_job[node] = start_s, end_s, busy_s
         self._span(node, "compute", start_s, end_s)
 
     def sends(self, node: NodeId, start_s: float, end_s: float, size_bytes: float, *, slow: bool) -> None:
@@ -109,7 +110,7 @@ class Recorder:
         """The part of the workers' time until `end_s` in which they did not compute; None if no time has passed."""
         if not end_s:
             return None
-        unfinished_s = sum(max(until - end_s, 0.0) for until in self.busy_until_s.values())
+        unfinished_s = sum(busy_s * (end - end_s) / (end - start) for start, end, busy_s in self.last_job.values() if end > end_s)
         return 1 - (sum(self.compute_s.values()) - unfinished_s) / (len(workers) * end_s)
 
     def _span(self, node: NodeId, what: str, start_s: float, end_s: float) -> None:
@@ -172,7 +173,11 @@ def merged(recorders: Sequence[Recorder], end_s: float) -> Recorder:
         whole.counts(recorder.messages, recorder.sent_bytes, recorder.slow_link_bytes)
         for node, compute_s in recorder.compute_s.items():
             whole.compute_s[node] = whole.compute_s.get(node, 0.0) + compute_s
-        whole.busy_until_s |= recorder.busy_until_s
+        for node, (start_s, stop_s, busy_s) in recorder.last_job.items():
+            if start_s < end_s:
+                whole.last_job[node] = start_s, stop_s, busy_s
+            else:
+                whole.compute_s[node] -= busy_s
         whole.spans += [span for span in recorder.spans if span.start_s < end_s]
         whole.trainings += [training for training in recorder.trainings if training.time_s <= end_s]
     whole.spans.sort(key=lambda span: span.start_s)

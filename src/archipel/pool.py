@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from archipel.actor import Gradient, NodeId, Trained, Vector
-from archipel.data import Shard
+from archipel.data import Shard, shards_of
 from archipel.errors import Diverged, TrainingError, UserError
+from archipel.pipeline import Pipeline, Stages, cut
 from archipel.replica import NonFiniteLoss, Replica, Run, TensorSpec
 from archipel.task import TaskConfig, make_task
 
@@ -67,6 +68,11 @@ class Trainer(Protocol):
 
     def apply(self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float) -> Promise: ...
 
+    def train_stages(
+        self, team: Sequence[int], thetas: Sequence[Vector], steps: int, progress: Sequence[int], due_s: float
+    ) -> Sequence[Promise]:
+        """Inner steps of a pipeline's replicas `team` together; the rest, and the promises of `Trained`, by stage, then replica."""
+
     def evaluate(self, theta: Vector, due_s: float) -> Promise: ...
 
 
@@ -86,6 +92,11 @@ class NoTraining:
     def apply(self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float) -> Promise:
         return self.applied
 
+    def train_stages(
+        self, team: Sequence[int], thetas: Sequence[Vector], steps: int, progress: Sequence[int], due_s: float
+    ) -> Sequence[Promise]:
+        return [Done(Trained(self.empty, steps, ()))] * len(thetas)
+
     def evaluate(self, theta: Vector, due_s: float) -> Promise:
         return Done(None)
 
@@ -97,8 +108,8 @@ class Job:
     pool: Pool
     what: str
     arguments: tuple[Any, ...]
-    finish: Callable[[list[float]], Any]
-    losses: list[float] | None = None
+    finish: Callable[[Any], Any]
+    losses: Any = None  # a list; of a pipeline's inner steps, a list for each replica
     failure: tuple[str, str] | None = None
 
     def result(self) -> Any:
@@ -112,12 +123,24 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One node's answer from a job of many."""
+
+    job: Job
+    finish: Callable[[Any], Any]
+
+    def result(self) -> Any:
+        return self.finish(self.job.result())
+
+
+@dataclass(frozen=True)
 class Setup:
-    """What a pool process is told when it starts."""
+    """What a pool process is told when it starts. `shards`: one a replica; that is, one a worker where there are no stages."""
 
     task: TaskConfig
     run: Run
     shards: tuple[Shard, ...]
+    pipeline: Pipeline | None
     specs: tuple[TensorSpec, ...]
     device: str
 
@@ -137,23 +160,26 @@ class Pool:
         task: what is trained.
         workers: all workers, in rank order.
         processes: how many; None: one for each GPU or, without any, each core that this process may use.
+        pipeline: how the workers share the replicas' stages; None: each has a whole replica.
 
     Attributes:
         replica: a copy of the model in this process, for its layout and initial weights; of the run that `begin` was told.
+        stages: the same in parts; [replica] where there is no pipeline.
     """
 
-    def __init__(self, task: TaskConfig, workers: Sequence[NodeId], processes: int | None = None) -> None:
+    def __init__(
+        self, task: TaskConfig, workers: Sequence[NodeId], processes: int | None = None, pipeline: Pipeline | None = None
+    ) -> None:
         if processes is not None and processes < 1:
             raise UserError(f"processes = {processes}: at least 1 is needed")
-        self.config, self.task = task, make_task(task)
+        self.config, self.task, self.pipeline = task, make_task(task), pipeline
         self.rank = {worker: i for i, worker in enumerate(workers)}
-        self.replica = self._replica(Run(1, len(workers), 0))
-        vector = TensorSpec((self.replica.layout.numel,), torch.float32)
-        worker_specs = [vector, vector, *self.replica.state_specs] * len(workers)
-        self.specs = (*worker_specs, *[vector] * (len(workers) + 1))
+        self._make_replicas(Run(1, len(workers), 0))
+        self.specs = _specs([self._stage_of(worker) for worker in workers], self.replica)
         self.memory = _anonymous_file()
         tensors = shared_tensors(self.memory, self.specs, create=True)
-        self.workers, self.evaluations = split(tensors, len(workers), len(self.replica.state_specs))
+        states = [len(self._stage_of(worker).state_specs) for worker in workers]
+        self.workers, self.evaluations = split_memory(tensors, states)
         self.free = list(range(len(self.evaluations)))
         self.cursors: list[int] = []
         self.taken: list[list[Tensor]] = []
@@ -169,21 +195,27 @@ class Pool:
         while any(process.job for process in self.processes):
             self._step(block=True)
         self.free = list(range(len(self.evaluations)))
-        regions = list(dict.fromkeys(worker.region for worker in self.rank))
-        shards = tuple(
-            Shard(i, len(self.rank), regions.index(worker.region), len(regions), run.seed) for worker, i in self.rank.items()
-        )
+        readers = self.pipeline.nodes[0] if self.pipeline else self.rank
+        shards = shards_of([worker.region for worker in readers], run.seed)
         for process, device in zip(self.processes, self.devices, strict=True):
-            setup = Setup(self.config, run, shards, self.specs, device)
+            setup = Setup(self.config, run, shards, self.pipeline, self.specs, device)
             self._send(process, setup)
-        self.replica = self._replica(run)  # while the processes make theirs
-        for worker in self.workers:
-            self.replica.reset(worker.state)
+        self._make_replicas(run)  # while the processes make theirs
+        for worker, rank in self.rank.items():
+            self._stage_of(worker).reset(self.workers[rank].state)
         self.cursors = [0] * len(self.workers)
-        self.taken = [self.replica.first_integers] * len(self.workers)
+        self.taken = [self._stage_of(worker).first_integers for worker in self.rank]
 
-    def _replica(self, run: Run) -> Replica:
-        return Replica(self.task, run, torch.device("cpu"))
+    def _make_replicas(self, run: Run) -> None:
+        cpu = torch.device("cpu")
+        self.replica = Replica(self.task, run, cpu)
+        self.stages = [self.replica]
+        if self.pipeline:
+            parts = cut(self.task.seeded_model(run.seed), self.pipeline.stages)
+            self.stages = [Replica(self.task, run, cpu, part) for part in parts]
+
+    def _stage_of(self, worker: NodeId) -> Replica:
+        return self.stages[self.pipeline.places[worker][0] if self.pipeline else 0]
 
     def __enter__(self) -> Pool:
         return self
@@ -216,6 +248,25 @@ class Pool:
         self.workers[rank].gradient.copy_(gradient)
         return self._submit(due_s, "apply", (rank, progress), lambda losses: Trained(self._taken(rank), 1, ()))
 
+    def train_stages(
+        self, team: Sequence[int], thetas: Sequence[Vector], steps: int, progress: Sequence[int], due_s: float
+    ) -> Sequence[Promise]:
+        assert self.pipeline is not None
+        ranks = self.pipeline.ranks(team)
+        cursor = self.cursors[ranks[0]]
+        for rank, theta in zip(ranks, thetas, strict=True):
+            self.workers[rank].theta.copy_(theta)
+            self.cursors[rank] += steps
+        job = self._submit(due_s, "train_stages", (tuple(team), steps, tuple(progress), cursor), lambda losses: losses)
+        stages = self.pipeline.stages
+
+        def part(rank: int) -> Part:
+            replica, stage = divmod(rank, stages)
+            last = stage == stages - 1  # where losses are computed
+            return Part(job, lambda losses: Trained(self._taken(rank), steps, tuple(losses[replica]) if last else ()))
+
+        return [part(rank) for rank in ranks]
+
     def evaluate(self, theta: Vector, due_s: float) -> Promise:
         while not self.free:
             self._step(block=True)
@@ -229,13 +280,16 @@ class Pool:
 
     def integers(self) -> dict[str, Tensor]:
         """The integer buffers of the model: of each, the largest value that any worker had when its last result was taken."""
-        columns = zip(*self.taken, strict=True)
-        return {name: torch.stack(column).amax(dim=0) for name, column in zip(self.replica.layout.integers, columns, strict=True)}
+        found: dict[str, list[Tensor]] = {}
+        for worker, taken in zip(self.rank, self.taken, strict=True):
+            for name, tensor in zip(self._stage_of(worker).layout.integers, taken, strict=True):
+                found.setdefault(name, []).append(tensor)
+        return {name: torch.stack(tensors).amax(dim=0) for name, tensors in found.items()}
 
     def _taken(self, rank: int) -> Vector:
         """A worker's result. Its integer buffers are noted now, in the engine's order: its next job may change them at any time."""
         memory = self.workers[rank]
-        self.taken[rank] = [tensor.clone() for tensor in memory.state[1 : 1 + len(self.replica.layout.integers)]]
+        self.taken[rank] = [tensor.clone() for tensor in memory.state[1 : 1 + len(self.taken[rank])]]
         return memory.theta.clone()
 
     def compute(self, job: Job) -> None:
@@ -347,11 +401,20 @@ class WorkerMemory:
     state: list[Tensor]
 
 
-def split(tensors: list[Tensor], workers: int, state: int) -> tuple[list[WorkerMemory], list[Tensor]]:
-    """The parts of all workers, and the vectors for evaluations; `state` is the number of tensors in a worker's state."""
-    stride = 2 + state
-    parts = [tensors[i * stride : (i + 1) * stride] for i in range(workers)]
-    return [WorkerMemory(part[0], part[1], part[2:]) for part in parts], tensors[workers * stride :]
+def _specs(workers: Sequence[Replica], whole: Replica) -> tuple[TensorSpec, ...]:
+    """All shared tensors: each worker's vector, gradient and state; then whole vectors, one more than there are workers."""
+    specs = []
+    for replica in workers:
+        vector = TensorSpec((replica.layout.numel,), torch.float32)
+        specs += [vector, vector, *replica.state_specs]
+    return (*specs, *[TensorSpec((whole.layout.numel,), torch.float32)] * (len(workers) + 1))
+
+
+def split_memory(tensors: list[Tensor], states: Sequence[int]) -> tuple[list[WorkerMemory], list[Tensor]]:
+    """The parts of all workers, and the vectors for evaluations; `states` has the number of tensors in each worker's state."""
+    rest = iter(tensors)
+    parts = [WorkerMemory(next(rest), next(rest), [next(rest) for _ in range(state)]) for state in states]
+    return parts, list(rest)
 
 
 def shared_tensors(descriptor: int, specs: Sequence[TensorSpec], *, create: bool) -> list[Tensor]:
@@ -380,13 +443,11 @@ def serve(connection: Connection, descriptor: int) -> None:
     while True:
         match connection.recv():
             case Setup() as setup:
-                replica = Replica(make_task(setup.task), setup.run, torch.device(setup.device))
-                tensors = shared_tensors(descriptor, setup.specs, create=False)
-                workers, evaluations = split(tensors, len(setup.shards), len(replica.state_specs))
+                process = Computer(setup, shared_tensors(descriptor, setup.specs, create=False))
             case what, arguments:
-                answer: tuple[list[float] | None, tuple[str, str] | None]
+                answer: tuple[Any, tuple[str, str] | None]
                 try:
-                    answer = compute(replica, workers, evaluations, setup.shards, what, arguments), None
+                    answer = process.compute(what, arguments), None
                 except NonFiniteLoss as error:
                     answer = None, (NonFiniteLoss.__name__, str(error))
                 except Exception as error:
@@ -403,23 +464,41 @@ def place_of(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def compute(
-    replica: Replica, workers: list[WorkerMemory], evaluations: list[Tensor], shards: tuple[Shard, ...], what: str, arguments: Any
-) -> list[float]:
-    """One job's losses; its vectors change in place."""
-    match what, arguments:
-        case "train", (rank, steps, progress, cursor):
-            return replica.train(workers[rank].state, workers[rank].theta, shards[rank], steps, progress, cursor)
-        case "gradient", (rank, cursor):
-            return replica.differentiate(workers[rank].state, workers[rank].theta, shards[rank], cursor)
-        case "apply", (rank, progress):
-            return replica.apply(workers[rank].state, workers[rank].theta, workers[rank].gradient, progress)
-        case "evaluate", (slot,):
-            return replica.evaluate(evaluations[slot])
-        case "measure", ():
-            return [median_step_time_s(replica, shards[0])]
-        case _:
-            raise AssertionError(what)
+class Computer:
+    """What a pool process has for one run: the replicas, and the memory that it shares."""
+
+    def __init__(self, setup: Setup, tensors: list[Tensor]) -> None:
+        task, device = make_task(setup.task), torch.device(setup.device)
+        self.shards = setup.shards
+        self.replica = Replica(task, setup.run, device)
+        self.stages = Stages(task, setup.run, device, setup.pipeline) if setup.pipeline else None
+        if self.stages:
+            states = [len(stage.state_specs) for column in zip(*self.stages.replicas, strict=True) for stage in column]
+        else:
+            states = [len(self.replica.state_specs)] * len(self.shards)
+        self.workers, self.evaluations = split_memory(tensors, states)
+
+    def compute(self, what: str, arguments: Any) -> Any:
+        """One job's losses; its vectors change in place."""
+        replica, workers = self.replica, self.workers
+        match what, arguments:
+            case "train", (rank, steps, progress, cursor):
+                return replica.train(workers[rank].state, workers[rank].theta, self.shards[rank], steps, progress, cursor)
+            case "train_stages", (team, steps, progress, cursor):
+                assert self.stages is not None
+                ranks = self.stages.pipeline.ranks(team)
+                states, thetas = [workers[rank].state for rank in ranks], [workers[rank].theta for rank in ranks]
+                return self.stages.train(team, states, thetas, self.shards, steps, progress, cursor)
+            case "gradient", (rank, cursor):
+                return replica.differentiate(workers[rank].state, workers[rank].theta, self.shards[rank], cursor)
+            case "apply", (rank, progress):
+                return replica.apply(workers[rank].state, workers[rank].theta, workers[rank].gradient, progress)
+            case "evaluate", (slot,):
+                return replica.evaluate(self.evaluations[slot])
+            case "measure", ():
+                return [median_step_time_s(replica, self.shards[0])]
+            case _:
+                raise AssertionError(what)
 
 
 def median_step_time_s(replica: Replica, shard: Shard, warm_up: int = 5, steps: int = 20) -> float:

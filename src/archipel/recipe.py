@@ -16,11 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from archipel import methods
 from archipel.actor import MethodConfig
 from archipel.errors import UserError, explain, nearest
-from archipel.task import TaskConfig, task_config
+from archipel.pipeline import Routing
+from archipel.task import GptTask, TaskConfig, task_config
 from archipel.topology import MEASURED, PROFILES, Profile, Topology, load_topology, parse_topology
 from archipel.yamlfile import dump, parse, read_mapping
 
-KEYS = ("method", "topology", "profile", "task", "run", "live", "label")
+KEYS = ("method", "topology", "profile", "task", "pipeline", "run", "live", "label")
 DEFAULT_TOPOLOGY = "halos-4x4"
 DEFAULT_PROFILE = "pythia-70m-h100"
 DEFAULT_STEPS = 10_000
@@ -53,6 +54,15 @@ class LiveConfig(BaseModel):
     deadline_s: float = Field(60.0, gt=0, description="longest time without a sign of life or of progress")
 
 
+class PipelineConfig(BaseModel):
+    """One replica of the model over several workers; see `pipeline.py`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    stages: int = Field(1, ge=1, description="workers that hold one replica; they divide the number of workers")
+    micro_batches: int = Field(4, ge=1, description="parts of a batch that follow each other through the stages")
+    routing: Routing = Field("random", description="whose next stage gets a micro-batch; fixed: the same replica's")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A method, where it runs, what it trains, and for how long. `profile` None: measured when the run starts."""
@@ -64,7 +74,13 @@ class Recipe:
     profile: Profile | None
     task: TaskConfig
     run: RunConfig
+    pipeline: PipelineConfig
     live: LiveConfig = field(default_factory=LiveConfig)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that are trained."""
+        return len(self.topology.workers) // self.pipeline.stages
 
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Settings of the method that are not the published ones: name to (used, published)."""
@@ -79,6 +95,7 @@ class Recipe:
             "topology": self.topology.model_dump(mode="json"),
             "profile": self.profile.model_dump(mode="json") if self.profile else MEASURED,
             "task": self.task.model_dump(mode="json"),
+            "pipeline": self.pipeline.model_dump(mode="json"),
             "run": self.run.model_dump(mode="json"),
             "live": self.live.model_dump(mode="json"),
         }
@@ -98,20 +115,29 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
         raise UserError(f"recipe: `method` is required, for example `method: halos`; methods: {', '.join(methods.names())}")
     method, config = _method(section(data["method"], "method"))
     task_fields = section(data.get("task", "stdlib"), "task")
-    run_fields = data.get("run", {})
+    run_fields, pipeline_fields = data.get("run", {}), data.get("pipeline", {})
     if not isinstance(run_fields, dict):
         raise UserError(f"run = {run_fields!r}: expected keys such as `steps: 10000`")
+    if not isinstance(pipeline_fields, dict):
+        raise UserError(f"pipeline = {pipeline_fields!r}: expected keys such as `stages: 2`")
     label = str(data.get("label", Path(method).stem))
     if not re.fullmatch(r"[\w.+-]+", label):
         raise UserError(f"label = {label!r}: it names a folder; use letters, digits, '.', '_', '+' and '-'")
+    pipeline, topology = _pipeline(pipeline_fields), _topology(data.get("topology", DEFAULT_TOPOLOGY))
+    if len(topology.workers) % pipeline.stages:
+        raise UserError(
+            f"pipeline.stages = {pipeline.stages}: topology {topology.name!r} has {len(topology.workers)} workers, "
+            f"which is no multiple of that"
+        )
     return Recipe(
         label=label,
         method=method,
         config=config,
-        topology=_topology(data.get("topology", DEFAULT_TOPOLOGY)),
+        topology=topology,
         profile=_profile(data.get("profile", DEFAULT_PROFILE)),
-        task=_task(task_fields),
+        task=_task(task_fields, tied=pipeline.stages == 1),
         run=_run(run_fields),
+        pipeline=pipeline,
         live=_live(data.get("live", {})),
     )
 
@@ -203,12 +229,21 @@ def _profile(value: Any) -> Profile | None:
         raise explain(error, "profile", Profile) from None
 
 
-def _task(fields: dict[str, Any]) -> TaskConfig:
+def _task(fields: dict[str, Any], *, tied: bool) -> TaskConfig:
     config = task_config(str(fields.get("name", "stdlib")))
+    if issubclass(config, GptTask):
+        fields = {"tied": tied, **fields}
     try:
         return config.model_validate({"name": "stdlib", **fields})
     except ValidationError as error:
         raise explain(error, "task", config) from None
+
+
+def _pipeline(fields: dict[str, Any]) -> PipelineConfig:
+    try:
+        return PipelineConfig.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, "pipeline", PipelineConfig) from None
 
 
 def _run(fields: dict[str, Any]) -> RunConfig:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from archipel.data import Shard
-from archipel.task import Task
+from archipel.task import Batch, Task
 from archipel.vector import Layout, buffer_places, integer_buffers, parameters
 
 
@@ -65,9 +65,9 @@ class Replica:
         state_specs: the tensors of a worker's state.
     """
 
-    def __init__(self, task: Task, run: Run, device: torch.device) -> None:
+    def __init__(self, task: Task, run: Run, device: torch.device, module: nn.Module | None = None) -> None:
         self.task, self.run, self.device = task, run, device
-        self.module = task.seeded_model(run.seed).to(device)
+        self.module = (task.seeded_model(run.seed) if module is None else module).to(device)
         self.layout = Layout.of(self.module)
         # The fp32 weights that the optimizer moves, and their gradients, each in one piece. A parameter that is fp32
         # and contiguous *is* its part of them; any other (bf16, strided) has a master copy there.
@@ -128,15 +128,13 @@ class Replica:
         Raises:
             NonFiniteLoss: a loss is not finite.
         """
-        self._load(theta)
-        with self._integers(state), self._optimizer(state):
+        with self.working(state, theta):
             losses = []
             for k in range(steps):
                 losses.append(self._backward(shard, cursor + k))
-                self._step(progress + k * self.run.workers)
+                self.step(progress + k * self.run.workers, self.gradient_norm())
                 after_step()
-        theta.copy_(self.theta)
-        return _finite(losses, cursor)
+        return finite(losses, cursor)
 
     def differentiate(self, state: Sequence[Tensor], theta: Tensor, shard: Shard, cursor: int) -> list[float]:
         """The unclipped gradient at `theta` on batch `cursor`, with the new buffers behind it; the loss, alone in a list.
@@ -149,14 +147,14 @@ class Replica:
             loss = self._backward(shard, cursor)
         theta.copy_(self.theta)
         theta[: self.layout.parameters].copy_(self.gradient)
-        return _finite([loss], cursor)
+        return finite([loss], cursor)
 
     def apply(self, state: Sequence[Tensor], theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
         """One step of the inner optimizer from `theta` with a known `gradient` (new buffers behind it); no losses."""
         self._load(theta)
         with self._optimizer(state):
             self.gradient.copy_(gradient[: self.layout.parameters])
-            self._step(progress)
+            self.step(progress, self.gradient_norm())
         theta.copy_(self.theta)
         theta[self.layout.parameters :] = gradient[self.layout.parameters :]
         return []
@@ -173,39 +171,36 @@ class Replica:
             module.training = training
         return [total / self.task.valid_batches]
 
-    # How
+    # The parts of an inner step: in this order, inside `working`.
 
-    def _loss(self, shard: Shard, index: int) -> Tensor:
-        batch = _to_device(self.task.batches(shard, index), self.device)
-        with torch.autocast(self.device.type, self.task.autocast, enabled=self.task.autocast is not None):
-            return self.task.loss(self.module, batch)
+    @contextmanager
+    def working(self, state: Sequence[Tensor], theta: Tensor) -> Iterator[None]:
+        """Be the worker of `state`, at `theta`; both hold what has become of them afterwards."""
+        self._load(theta)
+        with self._integers(state), self._optimizer(state):
+            yield
+        theta.copy_(self.theta)
 
-    def _backward(self, shard: Shard, index: int) -> Tensor:
-        # Dropout and the like must not depend on which process takes this step, or what it did before.
-        self._seed(((self.run.seed * 1_000_003 + shard.index) * 1_000_003 + index) % 2**63)
+    def zero_gradient(self) -> None:
         self.gradient.zero_()
         for parameter, _ in self.copied:
             parameter.grad = None
-        loss = self._loss(shard, index)
-        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-            raise TypeError(f"loss must return a 0-d tensor that depends on the model's parameters, not {_describe(loss)}")
-        loss.backward()  # type: ignore[no-untyped-call]
+
+    def collect(self) -> None:
+        """Take the gradients of parameters that have a master copy, and the new buffers, from the model."""
         for parameter, master in self.copied:
             if parameter.grad is not None and master.grad is not None:
                 master.grad.copy_(parameter.grad)
         for view, (owner, name) in self.float_places:
             view.copy_(getattr(owner, name))
-        return loss.detach()
 
-    def _seed(self, seed: int) -> None:
-        # torch.manual_seed also seeds devices that are not there, by queueing a stack trace for each: 0.4 ms and a leak.
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        torch.default_generator.manual_seed(seed)
+    def gradient_norm(self) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(self.gradient)
+        return norm
 
-    def _step(self, progress: int) -> None:
+    def step(self, progress: int, norm: Tensor) -> None:
+        """One step of the optimizer; `norm` is that of the whole model's gradient, of which this one may be a part."""
         if self.task.gradient_clip is not None:
-            norm = torch.linalg.vector_norm(self.gradient)
             self.gradient.mul_(torch.clamp(self.task.gradient_clip / (norm + 1e-6), max=1.0))
         if self.task.schedule is not None:
             workers = self.run.workers
@@ -214,6 +209,20 @@ class Replica:
                 group["lr"] = group["initial_lr"] * factor
         self.optimizer.step()
         self._copy_masters()
+
+    # How
+
+    def _loss(self, shard: Shard, index: int) -> Tensor:
+        return loss_of(self.task, self.module, self.task.batches(shard, index), self.device)
+
+    def _backward(self, shard: Shard, index: int) -> Tensor:
+        seed_step(self.run.seed, shard, index, self.device)
+        self.zero_gradient()
+        loss = self._loss(shard, index)
+        check_loss(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.collect()
+        return loss.detach()
 
     def _load(self, theta: Tensor) -> None:
         self.theta.copy_(theta)
@@ -299,7 +308,33 @@ StateKey = tuple[Place, str, type[int] | type[float] | None]
 """A place, the name of something there, and, if that is no tensor, the type of number it is."""
 
 
-def _finite(losses: list[Tensor], cursor: int) -> list[float]:
+def loss_of(task: Task, module: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """The task's loss of `module` on a batch, in the task's precision."""
+    with torch.autocast(device.type, task.autocast, enabled=task.autocast is not None):
+        return task.loss(module, _to_device(batch, device))
+
+
+def check_loss(loss: Any) -> None:
+    """Raise a TypeError if there is no gradient to take of it."""
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        raise TypeError(f"loss must return a 0-d tensor that depends on the model's parameters, not {_describe(loss)}")
+
+
+def seed_step(seed: int, shard: Shard, index: int, device: torch.device) -> None:
+    """Dropout and the like must not depend on which process takes this step, or what it did before."""
+    seed = ((seed * 1_000_003 + shard.index) * 1_000_003 + index) % 2**63
+    # torch.manual_seed also seeds devices that are not there, by queueing a stack trace for each: 0.4 ms and a leak.
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+def finite(losses: Sequence[Tensor], cursor: int) -> list[float]:
+    """The losses of the inner steps from number `cursor` on.
+
+    Raises:
+        NonFiniteLoss: one of them is not finite.
+    """
     values = [float(loss) for loss in losses]
     for k, value in enumerate(values):
         if not math.isfinite(value):

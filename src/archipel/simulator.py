@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -25,6 +25,7 @@ from archipel.actor import Actor, Gradient, Group, Message, NodeId, Reduced, Sta
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.metrics import Evaluation, Recorder, Training
 from archipel.network import FairLink, Network
+from archipel.pipeline import Pipeline, join, norm_end_s, step_end_s
 from archipel.pool import Promise, Trainer
 from archipel.topology import Profile
 
@@ -68,7 +69,25 @@ class Drain:
     version: int
 
 
-Event = Deliver | Finish | Drain
+@dataclass(eq=False, slots=True)
+class Tally:
+    """The inner steps of a pipeline's team end; until now they have sent this much."""
+
+    messages: int = 0
+    sent_bytes: float = 0.0
+    slow_link_bytes: float = 0.0
+
+
+Event = Deliver | Finish | Drain | Tally
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Call:
+    """What a node of a pipeline asked for, while it waits for the others of its team."""
+
+    theta: Vector
+    steps: int
+    progress: int
 
 
 @dataclass
@@ -102,8 +121,9 @@ class Simulator:
         stop: when to end.
         evaluate_every: inner steps between two evaluations of the model to take home.
         tokens_per_step: of one inner step; None where nothing is trained.
-        parameters: how many leading entries of a vector are parameters.
+        parameters: how many leading entries of a whole model's vector are parameters.
         seed: of the nodes' random numbers.
+        pipeline: how the workers share the replicas' stages; None: each has a whole replica.
     """
 
     def __init__(
@@ -120,6 +140,7 @@ class Simulator:
         tokens_per_step: int | None,
         parameters: int,
         seed: int,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.actors = {actor.me: actor for actor in actors}
         if len(self.actors) < len(actors):
@@ -128,9 +149,11 @@ class Simulator:
         self.step_time_s = {worker.id: profile.step_time_s / (worker.speed / fastest) for worker in workers}
         self.network, self.profile, self.trainer, self.recorder, self.stop = network, profile, trainer, recorder, stop
         self.evaluate_every, self.tokens_per_step, self.parameters = evaluate_every, tokens_per_step, parameters
+        self.seed, self.pipeline = seed, pipeline
+        self.vector_bytes = {actor.me: profile.model_bytes * (pipeline.share(actor.me) if pipeline else 1.0) for actor in actors}
         self.contexts = {actor.me: NodeContext(actor.me, self, seed, i) for i, actor in enumerate(actors)}
         self.now = 0.0
-        self.absorbed = 0
+        self.absorbed_by_nodes = 0
         self.next_mark = 0
         self.changed = False
         self.heap: list[tuple[float, int, Event]] = []
@@ -138,6 +161,8 @@ class Simulator:
         self.training: set[NodeId] = set()
         self.unabsorbed: dict[NodeId, int] = {}  # inner steps since the model to take home last changed
         self.gathering: dict[Group, dict[NodeId, Vector]] = {}
+        self.joining: dict[tuple[int, ...], dict[NodeId, Call]] = {}  # by team of replicas
+        self.stage_steps: dict[tuple[int, ...], int] = {}  # inner steps that a team has begun
         self.last_arrival_s: dict[tuple[NodeId, NodeId], float] = {}
         self.shared: dict[tuple[str, str], SharedLink] = {}
         self.evaluations: list[tuple[Evaluation, Promise, list[Promise]]] = []
@@ -171,14 +196,24 @@ class Simulator:
                     self._handle(worker, self._answer(event), worker)
                 case Drain():
                     self._drain(event)
+                case Tally(messages=messages, sent_bytes=sent_bytes, slow_link_bytes=slow_link_bytes):
+                    self.recorder.counts(messages, sent_bytes, slow_link_bytes)
         if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps < self.absorbed:
             self._evaluate()
         self.collect_evaluations()
         return reason
 
+    @property
+    def absorbed(self) -> int:
+        """Inner steps that the model to take home has absorbed; one that a replica takes in stages is one."""
+        return self.absorbed_by_nodes // (self.pipeline.stages if self.pipeline else 1)
+
     def parts(self) -> list[Vector]:
-        """The parts whose mean is the model that a user takes home."""
-        return [part for actor in self.actors.values() if (part := actor.model()) is not None]
+        """The whole models whose mean is the one that a user takes home."""
+        if self.pipeline is None:
+            return [part for actor in self.actors.values() if (part := actor.model()) is not None]
+        stages = [[part for node in stage if (part := self.actors[node].model()) is not None] for stage in self.pipeline.nodes]
+        return [join(parts, self.pipeline.parameters) for parts in zip(*stages, strict=True)]
 
     def outer_steps(self) -> int:
         """Those of the first actor that holds a part of the model to take home."""
@@ -199,7 +234,7 @@ class Simulator:
         before = actor.absorbed
         actor.upon(message, sender, self.contexts[to])
         if actor.absorbed != before:
-            self.absorbed += actor.absorbed - before
+            self.absorbed_by_nodes += actor.absorbed - before
             self.changed = True
             self.unabsorbed.clear()
             self.recorder.on_progress(self.absorbed, self.now)
@@ -222,10 +257,12 @@ class Simulator:
         """Stop a run that would never end, because its workers train on and on and no outer step is taken."""
         plan, taken = self.stop.steps, self.unabsorbed
         already = taken.get(event.worker, 0)
-        if plan is not None and already and sum(taken.values()) > 10 * plan:
+        stages = self.pipeline.stages if self.pipeline else 1
+        if plan is not None and already and sum(taken.values()) > 10 * plan * stages:
             raise UserError(
-                f"the workers have taken {sum(taken.values()):,} inner steps since the model to take home last changed, and the "
-                f"run is planned for {plan:,}: outer steps come too seldom; lower inner_steps or accumulate, or give it more steps"
+                f"the workers have taken {sum(taken.values()) // stages:,} inner steps since the model to take home last changed, "
+                f"and the run is planned for {plan:,}: outer steps come too seldom; "
+                f"lower inner_steps or accumulate, or give it more steps"
             )
         if event.steps:
             taken[event.worker] = already + event.steps
@@ -235,19 +272,81 @@ class Simulator:
 
     # What contexts ask for
 
+    def train(self, worker: NodeId, theta: Vector, steps: int, progress: int) -> None:
+        if self.pipeline:
+            self._occupy(worker)
+            self._join(self.pipeline, worker, Call(theta.clone(), steps, progress))
+        else:
+            seconds = steps * self.step_time_s[worker]
+            answer = self.trainer.train(worker, theta, steps, progress, self.now + seconds)
+            self.start_training(worker, seconds, answer, steps, progress)
+
     def start_training(self, worker: NodeId, seconds: float, answer: Promise, steps: int, progress: int) -> None:
         """A worker takes `steps` inner steps in `seconds`; it must not be computing already."""
-        if worker in self.training:
-            raise TrainingError(f"{worker} asked to train while it is training: a method's worker has one job at a time")
-        self.training.add(worker)
+        self._occupy(worker)
         if seconds:
             self.recorder.computes(worker, self.now, self.now + seconds)
         self.push(self.now + seconds, Finish(worker, answer, steps, progress))
 
+    def _occupy(self, worker: NodeId) -> None:
+        if worker in self.training:
+            raise TrainingError(f"{worker} asked to train while it is training: a method's worker has one job at a time")
+        self.training.add(worker)
+
+    def _join(self, pipeline: Pipeline, worker: NodeId, call: Call) -> None:
+        """A node of a pipeline wants to train; the last of its team to do so starts their common inner steps."""
+        team = pipeline.team(worker)
+        waiting = self.joining.setdefault(team, {})
+        waiting[worker] = call
+        nodes = [stage[q] for stage in pipeline.nodes for q in team]
+        if len(waiting) < len(nodes):
+            return
+        del self.joining[team]
+        calls = [waiting[node] for node in nodes]
+        steps = call.steps
+        if any(other.steps != steps for other in calls):
+            asked = ", ".join(f"{node}: {other.steps}" for node, other in zip(nodes, calls, strict=True))
+            raise UserError(f"the nodes of a pipeline must take equally many inner steps (without dynamic_steps), not {asked}")
+        end_s, tally = self._pipeline_end_s(pipeline, team, steps)
+        self.push(float(end_s.max()), tally)
+        thetas, progress = [other.theta for other in calls], [other.progress for other in calls]
+        promises = self.trainer.train_stages(team, thetas, steps, progress, float(end_s.min()))
+        for node, other, answer, node_end_s in zip(nodes, calls, promises, end_s.flatten().tolist(), strict=True):
+            busy_s = steps * self.step_time_s[node] / pipeline.stages
+            self.recorder.computes(node, self.now, node_end_s, busy_s)
+            self.push(node_end_s, Finish(node, answer, steps, other.progress))
+
+    def _pipeline_end_s(self, pipeline: Pipeline, team: tuple[int, ...], steps: int) -> tuple[np.ndarray, Tally]:
+        """When the nodes of `team` have taken `steps` inner steps from now on, shape (stages, len(team)), and what they send."""
+        nodes = [[stage[q] for q in team] for stage in pipeline.nodes]
+        parts = 3 * pipeline.micro_batches * pipeline.stages
+        forward_s = np.array([[self.step_time_s[node] / parts for node in stage] for stage in nodes])
+        size_bytes, tally = self.profile.activation_bytes / pipeline.micro_batches, Tally()
+
+        def message_s(size_bytes: float) -> Callable[[int, int, int, int], float]:
+            def seconds(k: int, a: int, to: int, b: int) -> float:
+                sender, receiver = nodes[k][a], nodes[to][b]
+                tally.messages += 1
+                tally.sent_bytes += size_bytes
+                tally.slow_link_bytes += size_bytes if sender.region != receiver.region else 0.0
+                return self.network.message_s(sender, receiver, size_bytes)
+
+            return seconds
+
+        end_s = np.full(forward_s.shape, self.now)
+        first = self.stage_steps.get(team, 0)
+        self.stage_steps[team] = first + steps
+        for step in range(first, first + steps):
+            routes = pipeline.routes(self.seed, step)[:, :, : len(team)]  # a team of one keeps to itself
+            end_s = step_end_s(routes, end_s, forward_s, message_s(size_bytes))
+            if pipeline.clips:
+                end_s = norm_end_s(end_s, message_s(4))
+        return end_s, tally
+
     def send(self, sender: NodeId, to: NodeId, message: Message) -> None:
         if to not in self.actors:
             raise TrainingError(f"{sender} sent {type(message).__name__} to {to}, and there is no such node")
-        size_bytes = self.profile.model_bytes * _vectors(message)
+        size_bytes = self.vector_bytes[sender] * _vectors(message)
         deliver = Deliver(to, message, sender)
         if self.network.topology.sharing == "fair" and sender.region != to.region:
             self._share(deliver, size_bytes)
@@ -269,7 +368,7 @@ class Simulator:
             return
         del self.gathering[group]
         reduced = Reduced(outer.mean([waiting[node] for node in group]))
-        cost = self.network.all_reduce(group, self.profile.model_bytes)
+        cost = self.network.all_reduce(group, self.vector_bytes[member])
         self.recorder.counts(cost.messages, cost.sent_bytes, cost.slow_link_bytes)
         self.recorder.reduces(group, self.now, self.now + cost.seconds)
         for node in group:
@@ -367,6 +466,10 @@ class Simulator:
             for node in waiting:
                 gathered.add(node)
                 yield f"{node} waits in an all-reduce of {len(group)} for {missing}"
+        for calls in self.joining.values():
+            for node in calls:
+                gathered.add(node)
+                yield f"{node} waits for the other stages of its pipeline to train"
         for actor in self.actors.values():
             if actor.me not in gathered:
                 yield f"{actor.me} waits for {actor.waits_for()}"
@@ -399,13 +502,12 @@ class NodeContext:
         self.simulator.push(self.now + seconds, Deliver(self.me, message, self.me))
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
-        simulator = self.simulator
-        seconds = steps * simulator.step_time_s[self.me]
-        answer = simulator.trainer.train(self.me, theta, steps, progress, self.now + seconds)
-        simulator.start_training(self.me, seconds, answer, steps, progress)
+        self.simulator.train(self.me, theta, steps, progress)
 
     def gradient(self, theta: Vector, progress: int) -> None:
         simulator = self.simulator
+        if simulator.pipeline:
+            raise UserError("pipeline: this method asks for single gradients, which a model in stages does not give")
         seconds = simulator.step_time_s[self.me]
         answer = simulator.trainer.gradient(self.me, theta, self.now + seconds)
         simulator.start_training(self.me, seconds, answer, 1, progress)

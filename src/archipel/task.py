@@ -113,6 +113,7 @@ class GptTask(TaskConfig):
     layers: int = Field(2, ge=1, description="blocks of the GPT")
     width: int = Field(32, ge=1, description="of the residual stream")
     heads: int = Field(2, ge=1, description="attention heads; they divide the width")
+    tied: bool = Field(True, description="one table embeds tokens and reads them out; false by default in a pipeline of stages")
     sequence: int = Field(64, ge=2, le=65_536, description="tokens per sequence")
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
     valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
@@ -206,7 +207,12 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
 
     def model() -> nn.Module:
         return GPT(
-            vocabulary=corpus.vocabulary, context=config.sequence, layers=config.layers, width=config.width, heads=config.heads
+            vocabulary=corpus.vocabulary,
+            context=config.sequence,
+            layers=config.layers,
+            width=config.width,
+            heads=config.heads,
+            tied=config.tied,
         )
 
     size = sum(parameter.numel() for parameter in model().parameters())

@@ -27,6 +27,7 @@ v = E[x_i x_iᵀ] − E[x_i x_jᵀ] for i ≠ j, is then in one number, a = (G �
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -295,6 +296,30 @@ def group_deviation(setting: Setting) -> GroupDeviation:
     size = setting.group_size if setting.workers is None else min(setting.group_size, setting.workers)
     share, variance = (size - 1) / size, float(p[0, 0])
     return GroupDeviation(share * (variance - float(q[0, 0])), share * variance, 2 * share**2 * variance)
+
+
+@dataclass(frozen=True)
+class Conjecture:
+    """How far from right two shortcuts to E(φ_i − mean φ)² are: 1 is right, less is too large a guess.
+
+    Attributes:
+        workers: N; None: infinitely many.
+        exact_over_independent: 1 − Corr(φ_i, φ_j). 0 where one group holds all: replicas that start equal stay equal.
+        exact_over_conjectured: the same over 2(n − 1)/n.
+    """
+
+    workers: int | None
+    exact_over_independent: float
+    exact_over_conjectured: float
+
+
+def conjecture(setting: Setting, crowds: Sequence[int | None] = (4, 8, 16, 64, 256, 1024, None)) -> list[Conjecture]:
+    """`group_deviation` as ratios, for the N in `crowds` and that of `setting`, smallest first. A ValueError as there."""
+    rows = []
+    for workers in sorted({*crowds, setting.workers}, key=lambda n: n or math.inf):
+        seen = group_deviation(replace(setting, workers=workers))
+        rows.append(Conjecture(workers, seen.exact / seen.independent, seen.exact / seen.conjectured))
+    return rows
 
 
 @dataclass(frozen=True)

@@ -133,16 +133,21 @@ class Profile(Strict):
     Attributes:
         model_bytes: bytes of one vector of weights on the wire.
         step_time_s: seconds of one inner step on the fastest worker.
+        activation_bytes: bytes that the batch of one inner step sends over a boundary between stages, and back as their gradient.
     """
 
     name: str = "custom"
     model_bytes: int = Field(gt=0)
     step_time_s: float = Field(gt=0)
+    activation_bytes: int = Field(0, ge=0)
 
 
 PROFILES = {
-    # Pythia-70M in fp32, 64 sequences of 2048 tokens a step on one H100 (HALoS, arXiv 2506.04531).
-    "pythia-70m-h100": Profile(name="pythia-70m-h100", model_bytes=281_706_496, step_time_s=0.238391),
+    # Pythia-70M in fp32, 64 sequences of 2048 tokens a step on one H100 (HALoS, arXiv 2506.04531). Nobody published it in
+    # stages: its activations would be 64 · 2048 · 512 numbers, here taken as bf16.
+    "pythia-70m-h100": Profile(
+        name="pythia-70m-h100", model_bytes=281_706_496, step_time_s=0.238391, activation_bytes=64 * 2048 * 512 * 2
+    ),
 }
 MEASURED = "measured"
 """The profile that is measured at the start of a run: this machine, this task."""

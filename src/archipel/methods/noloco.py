@@ -29,7 +29,7 @@ class Config(MethodConfig):
 
     inner_steps: int = Field(50, ge=1, description="m: inner steps of a worker between two exchanges")
     dynamic_steps: bool = Field(False, description="slower workers take fewer inner steps; a group waits for its slowest member")
-    group_size: int = Field(2, ge=2, description="n: workers that average together")
+    group_size: int = Field(2, ge=1, description="n: workers that average together; 1: nobody does")
     alpha: float = Field(0.5, ge=0, lt=1, description="α: outer momentum")
     beta: float = Field(0.7, gt=0, description="β: outer learning rate")
     gamma: float = Field(0.7, ge=0, description="γ: pull towards the group's mean of slow weights")

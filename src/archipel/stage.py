@@ -1,0 +1,257 @@
+"""One node's part in a pipeline's inner steps, when every stage is a process of its own.
+
+What belongs here: the stage, and its messages to the stages before and behind it, over torch.distributed and point to point.
+What does not: who holds which stage, and the routes (`pipeline.py`, whose `Stages` does the same in one process).
+
+Every node knows all routes from the shared seed, so no message says where it belongs: who sends, its tag and the order say so.
+A batch is a pure function of its shard and number: the last stage draws the labels of the micro-batches that come to it
+itself, instead of having them carried along. There is no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from archipel.actor import NodeId
+from archipel.data import Shard
+from archipel.errors import TrainingError
+from archipel.pipeline import Pipeline, cut, micro
+from archipel.replica import Replica, Run, check_loss, finite, loss_of, seed_step
+from archipel.task import Batch, Task
+
+FORWARD, BACKWARD, NORM = 0, 1, 2
+"""Kinds of messages; with the number of the micro-batch they make a tag."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What passes from one stage to the next for one micro-batch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+class Stage:
+    """One node of a pipeline. Ranks of the process group (gloo) are those of the workers.
+
+    Args:
+        task, run, device: see `Replica`.
+        pipeline: of which this is a node.
+        rank: of this node.
+        shards: the data of all replicas.
+        deadline_s: longest wait for a neighbour.
+
+    Attributes:
+        messages, sent_bytes, slow_link_bytes: sent so far.
+    """
+
+    def __init__(
+        self, task: Task, run: Run, device: torch.device, pipeline: Pipeline, rank: int, shards: Sequence[Shard], deadline_s: float
+    ) -> None:
+        self.task, self.run, self.device, self.pipeline, self.shards = task, run, device, pipeline, shards
+        self.deadline_s = deadline_s
+        self.me, self.k = divmod(rank, pipeline.stages)
+        self.last = self.k == pipeline.stages - 1
+        self.boundaries = boundaries(task, run.seed, pipeline.stages, micro(task.batches(shards[0], 0), pipeline.micro_batches)[0])
+        self.replica = Replica(task, run, device, cut(task.seeded_model(run.seed), pipeline.stages)[self.k])
+        self.sending: list[tuple[Any, Tensor]] = []
+        self.messages, self.sent_bytes, self.slow_link_bytes = 0, 0, 0
+
+    def train(
+        self,
+        state: Sequence[Tensor],
+        theta: Tensor,
+        steps: int,
+        progress: int,
+        cursor: int,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> list[float]:
+        """Take `steps` inner steps from number `cursor` on, together with the nodes that the routes lead to.
+
+        `state` and `theta` are this stage's and change in place. Returns the losses before each step, the means over the
+        micro-batches that came here, at the last stage; nothing elsewhere.
+
+        Raises:
+            NonFiniteLoss: one of them is not finite.
+            TrainingError: a neighbour did not send in time, or is gone.
+        """
+        losses = []
+        with self.replica.working(state, theta):
+            for i in range(steps):
+                losses.append(self._gradient(cursor + i))
+                norm = self.replica.gradient_norm()
+                if self.task.gradient_clip is not None:
+                    norm = self._norm_of_replica(norm)
+                self.replica.step(progress + i * self.run.workers, norm)
+                after_step()
+        return finite(losses, cursor) if self.last else []
+
+    def _gradient(self, step: int) -> Tensor:
+        """Leave the gradient over the micro-batches that come here in the replica; their mean loss, 0 but at the last stage."""
+        routes, parts = self.pipeline.routes(self.run.seed, step), self.pipeline.micro_batches
+        whose = [int(np.flatnonzero(route[self.k] == self.me)[0]) for route in routes]  # whose micro-batch comes here
+        before = [self._rank(route[self.k - 1, q], self.k - 1) for route, q in zip(routes, whose, strict=True)] if self.k else []
+        after = [] if self.last else [self._rank(route[self.k + 1, q], self.k + 1) for route, q in zip(routes, whose, strict=True)]
+        # Before anything is sent, so that no exchange is held up.
+        inputs = [self._receive(rank, self.boundaries[self.k - 1], FORWARD, j) for j, rank in enumerate(before)]
+        returns = [self._receive(rank, self.boundaries[self.k], BACKWARD, j) for j, rank in enumerate(after)]
+        self.replica.zero_gradient()
+        batches = {q: micro(self.task.batches(self.shards[q], step), parts) for q in set(whose)} if self.last or not self.k else {}
+        total = torch.zeros(())
+        entered: list[Tensor | None] = []
+        left: list[Tensor] = []
+        for j, q in enumerate(whose):
+            seed_step(self.run.seed, self.shards[q], step * parts + j, self.device)
+            x = self._wait(inputs[j], before[j], f"micro-batch {j} of inner step {step}").requires_grad_() if self.k else None
+            y = self._forward(x, batches[q][j] if q in batches else None)
+            if self.last:
+                total += y.detach().cpu() / parts
+            else:
+                self._send(after[j], y.detach(), FORWARD, j)
+            entered.append(x)
+            left.append(y)
+        for j in reversed(range(parts)):
+            if self.last:
+                (left[j] / parts).backward()  # type: ignore[no-untyped-call]
+            else:
+                gradient = self._wait(returns[j], after[j], f"gradient of micro-batch {j} of inner step {step}")
+                torch.autograd.backward(left[j], gradient)
+            if (x := entered[j]) is not None:
+                self._send(before[j], torch.zeros_like(x) if x.grad is None else x.grad, BACKWARD, j)
+        self.replica.collect()
+        self._finish_sending()
+        return total
+
+    def _forward(self, x: Tensor | None, batch: Batch) -> Tensor:
+        """The activations that leave this stage; at the last one, the loss."""
+        module = self.replica.module
+        if x is None:
+            return leaving(self.task, module, batch, self.device)
+        if self.last:
+            loss = loss_of(self.task, _Resumed(module, x), batch, self.device)
+            check_loss(loss)
+            return loss
+        with torch.autocast(self.device.type, self.task.autocast, enabled=self.task.autocast is not None):
+            y: Tensor = module(x)
+        return y
+
+    def _norm_of_replica(self, mine: Tensor) -> Tensor:
+        """The norm of my replica's whole gradient: squares are summed up on the way to stage 0, and the sum comes back."""
+        square, number = mine.detach().cpu().square().reshape(1), Boundary(torch.Size([1]), torch.float32)
+        up, down = self._rank(self.me, self.k - 1), self._rank(self.me, self.k + 1)
+        if not self.last:
+            square = square + self._wait(self._receive(down, number, NORM, 0), down, "norm of its gradient")
+        if self.k:
+            total = self._receive(up, number, NORM, 0)
+            self._send(up, square, NORM, 0)
+            square = self._wait(total, up, "norm of the whole gradient")
+        if not self.last:
+            self._send(down, square, NORM, 0)
+        self._finish_sending()
+        return square.sqrt().squeeze().to(self.device)
+
+    # Messages
+
+    def _rank(self, replica: int, stage: int) -> int:
+        return int(replica) * self.pipeline.stages + stage
+
+    def _node(self, rank: int) -> NodeId:
+        replica, stage = divmod(rank, self.pipeline.stages)
+        return self.pipeline.nodes[stage][replica]
+
+    def _receive(self, rank: int, boundary: Boundary, kind: int, j: int) -> tuple[Any, Tensor]:
+        buffer = boundary.empty()
+        return dist.irecv(buffer, rank, tag=3 * j + kind), buffer
+
+    def _wait(self, receiving: tuple[Any, Tensor], rank: int, what: str) -> Tensor:
+        work, buffer = receiving
+        try:
+            work.wait(timedelta(seconds=self.deadline_s))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise TrainingError(f"no {what} from {self._node(rank)} within {self.deadline_s:g} s: {reason}") from None
+        return buffer.to(self.device)
+
+    def _send(self, rank: int, tensor: Tensor, kind: int, j: int) -> None:
+        tensor = tensor.cpu().contiguous()
+        self.sending.append((dist.isend(tensor, rank, tag=3 * j + kind), tensor))
+        self.messages += 1
+        self.sent_bytes += tensor.nbytes
+        if self._node(rank).region != self.pipeline.nodes[self.k][self.me].region:
+            self.slow_link_bytes += tensor.nbytes
+
+    def _finish_sending(self) -> None:
+        for work, _ in self.sending:
+            try:
+                work.wait(timedelta(seconds=self.deadline_s))
+            except RuntimeError as error:
+                raise TrainingError(f"a neighbour did not take a message in time: {str(error).splitlines()[0]}") from None
+        self.sending = []
+
+
+class _Left(Exception):
+    """The activations have left the first stage: the rest of the loss is computed elsewhere."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class _First(nn.Module):
+    """What a task's loss takes for the model, at the first stage."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> Tensor:
+        raise _Left(self.module(x))
+
+
+class _Resumed(nn.Module):
+    """What a task's loss takes for the model, at the last stage: the activations `x` have come from elsewhere."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.module, self.x = module, x
+
+    def forward(self, _: Any) -> Tensor:
+        y: Tensor = self.module(self.x)
+        return y
+
+
+def leaving(task: Task, module: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """The activations with which `batch` leaves the first stage.
+
+    Raises:
+        TypeError: the task's loss does not call the model.
+    """
+    try:
+        loss_of(task, _First(module), batch, device)
+    except _Left as left:
+        return left.y
+    raise TypeError("the task's loss must call the model, once, so that it can be run in stages")
+
+
+def boundaries(task: Task, seed: int, stages: int, batch: Batch) -> list[Boundary]:
+    """What passes behind each stage but the last, for a micro-batch like `batch`: found out with a model that is thrown away."""
+    device, modules = torch.device("cpu"), cut(task.seeded_model(seed), stages)
+    found = []
+    with torch.no_grad():
+        x = leaving(task, modules[0], batch, device)
+        for module in modules[1:]:
+            found.append(Boundary(x.shape, x.dtype))
+            if len(found) < len(modules) - 1:
+                with torch.autocast("cpu", task.autocast, enabled=task.autocast is not None):
+                    x = module(x)
+    return found
