@@ -129,7 +129,12 @@ class Fleet:
                     break
             for host in self.hosts.values():
                 host.stop()
-            return {node: run.result(timeout=10) for node, run in runs.items()}
+            try:
+                return {node: run.result(timeout=10) for node, run in runs.items()}
+            finally:
+                for host in self.hosts.values():  # the next test's weights are drawn from this process's random numbers too
+                    if host.setup.shard is not None:
+                        host.thread.shutdown(wait=True, cancel_futures=True)
 
 
 def recipe(method: str, steps: int = 200, **sections: Any) -> Recipe:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from archipel import experiment, methods, outer
 from archipel.actor import Actor, NodeId, Vector, World
-from archipel.data import Shard
+from archipel.data import Shard, shards_of
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.experiment import Ended
 from archipel.host import Envelope, Host, Record, Setup, Snapshot, Status
@@ -589,6 +589,8 @@ def launch(
     """
     wall_s, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)  # the workers need the cores
+    if recipe.pipeline.stages > 1:
+        raise UserError(f"pipeline.stages = {recipe.pipeline.stages}: stages can be simulated (archipel run), not launched yet")
     try:
         experiment.check_reachable(recipe)
         task = None if isinstance(recipe.task, NoTask) else make_task(recipe.task)
@@ -637,9 +639,8 @@ def measure_profile(replica: Replica | None, shard: Shard) -> Profile:
 
 def shards(recipe: Recipe) -> dict[NodeId, Shard]:
     """Each worker's data."""
-    workers, seed = [worker.id for worker in recipe.topology.workers], recipe.run.seed
-    regions = list(dict.fromkeys(worker.region for worker in workers))
-    return {worker: Shard(i, len(workers), regions.index(worker.region), len(regions), seed) for i, worker in enumerate(workers)}
+    workers = [worker.id for worker in recipe.topology.workers]
+    return dict(zip(workers, shards_of([worker.region for worker in workers], recipe.run.seed), strict=True))
 
 
 def board(

@@ -173,7 +173,11 @@ def merged(recorders: Sequence[Recorder], end_s: float) -> Recorder:
         whole.counts(recorder.messages, recorder.sent_bytes, recorder.slow_link_bytes)
         for node, compute_s in recorder.compute_s.items():
             whole.compute_s[node] = whole.compute_s.get(node, 0.0) + compute_s
-        whole.last_job |= recorder.last_job
+        for node, (start_s, stop_s, busy_s) in recorder.last_job.items():
+            if start_s < end_s:
+                whole.last_job[node] = start_s, stop_s, busy_s
+            else:
+                whole.compute_s[node] -= busy_s
         whole.spans += [span for span in recorder.spans if span.start_s < end_s]
         whole.trainings += [training for training in recorder.trainings if training.time_s <= end_s]
     whole.spans.sort(key=lambda span: span.start_s)
