@@ -169,6 +169,59 @@ def test_synchronous_methods_take_home_the_simulators_weights(method: str, ray: 
     assert summary["real"].endswith("; the clock and the bytes, measured on 1 machine")
 
 
+STAGES: dict[str, Any] = {"task": {**TASK, "layers": 2, "width": 8}, "pipeline": {"stages": 2, "micro_batches": 2}}
+
+
+@pytest.mark.parametrize(
+    ("method", "sections"),
+    [
+        ("noloco", STAGES),
+        ("noloco", STAGES | {"pipeline": {"stages": 2, "routing": "fixed"}}),
+        ("diloco", STAGES | {"topology": {"regions": {"east": [1.0] * 4}}}),
+        (
+            "noloco",
+            {"live": {"processes": 2}, "topology": {"regions": {"east": [1.0, 1.0]}}, "run": {"steps": 100}},
+        ),
+        (
+            "sync_sgd",
+            {"live": {"processes": 2}, "topology": {"regions": {"east": [1.0, 1.0]}}, "run": {"steps": 20}},
+        ),
+    ],
+)
+def test_replicas_of_several_processes_take_home_the_simulators_weights(
+    method: str, sections: dict[str, Any], ray: None, tmp_path: Path
+) -> None:
+    """Stages of a pipeline, each a process, and replicas that FSDP2 shards over two."""
+    chosen = recipe(method, **{"run": {"steps": 100, "evaluations": 4}, **sections})
+    with experiment.open_pool(chosen, 1) as staged:
+        modelled = experiment.simulate(chosen, staged, tmp_path / "simulated")
+    summary = live.launch(chosen, tmp_path / "live")
+    for key in ("inner_steps", "outer_steps", "tokens", "settings"):
+        assert summary[key] == modelled[key]
+    assert summary["final_loss"] == pytest.approx(modelled["final_loss"], rel=1e-5)
+    ours, theirs = (load_file(tmp_path / name / "weights.safetensors") for name in ("live", "simulated"))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        scale = float(theirs[name].abs().max())
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5 * scale)
+    if chosen.pipeline.stages > 1 and method == "noloco":
+        # Activations, their gradients, norms and exchanges, and what is under way at the end.
+        assert modelled["messages"] <= summary["messages"] <= 1.5 * modelled["messages"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        (STAGES | {"live": {"processes": 2}}, "live.processes = 2: a stage of a pipeline is one process"),
+        (STAGES | {"task": {**TASK, "layers": 2, "tied": True}}, "is also in stage 0; untie them"),
+    ],
+)
+def test_pipelines_that_cannot_be_launched(sections: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        live.launch(recipe("noloco", **sections), tmp_path / "live")
+    assert text in str(error.value)
+
+
 @pytest.mark.parametrize("method", ["async_local_sgd", "halos"])
 def test_asynchronous_methods_do_as_the_simulator_does(method: str, ray: None, pool: Pool, tmp_path: Path) -> None:
     """As many updates within a tenth, and a final loss within three standard deviations of five of the simulator's seeds."""

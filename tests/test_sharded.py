@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from archipel.data import Shard
 from archipel.recipe import parse_recipe
-from archipel.replica import Replica, Run
-from archipel.sharded import ShardedReplica
+from archipel.replica import Replica, Run, Solo
+from archipel.sharded import Leader, ShardedReplica
 from archipel.task import Task, make_task
 
 CPU, RUN, SHARD = torch.device("cpu"), Run(40, 2, 3), Shard(1, 2, 0, 1, 3)
@@ -32,30 +32,12 @@ def task_called(name: str) -> Task:
 def calls(replica: Any, start: Tensor) -> tuple[Tensor, list[float]]:
     """A bit of everything that a worker is asked for."""
     theta = start.clone()
-    losses = replica.train(theta, SHARD, 6, 3, 0)
+    losses = replica.train(theta, 6, 3, 0, lambda: None)
     gradient = theta.clone()
-    losses += replica.differentiate(gradient, SHARD, 6)
+    losses += replica.differentiate(gradient, 6)
     replica.apply(theta, gradient, 15)
-    losses += replica.train(theta, SHARD, 3, 17, 7)
+    losses += replica.train(theta, 3, 17, 7, lambda: None)
     return theta, losses
-
-
-class Whole:
-    """A replica that keeps its worker's state to itself, as a sharded one does."""
-
-    def __init__(self, task: Task) -> None:
-        self.replica = Replica(task, RUN, CPU)
-        self.state = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs]
-        self.replica.reset(self.state)
-
-    def train(self, *arguments: Any) -> list[float]:
-        return self.replica.train(self.state, *arguments)
-
-    def differentiate(self, *arguments: Any) -> list[float]:
-        return self.replica.differentiate(self.state, *arguments)
-
-    def apply(self, *arguments: Any) -> list[float]:
-        return self.replica.apply(self.state, *arguments)
 
 
 def start_of(task: Task) -> Tensor:
@@ -67,13 +49,18 @@ def process(name: str, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     task = task_called(name)
-    replica = ShardedReplica(task, RUN, CPU)
+    replica = ShardedReplica(task, RUN, CPU, SHARD)
     held = sum(p.to_local().numel() for p in replica.module.parameters() if isinstance(p, DTensor))
-    theta = start_of(task)
-    if rank:
-        theta.fill_(9.0)  # only the first process knows where to start
-    found, losses = calls(replica, theta)
-    torch.save((found, losses, held), f"{folder}/{rank}.pt")
+    if rank:  # the calls that the first process makes, which is the only one to know the vectors
+        replica.follow("train", (6, 3, 0))
+        replica.follow("differentiate", (6,))
+        replica.follow("apply", (15,))
+        replica.follow("train", (3, 17, 7))
+        torch.save(held, f"{folder}/1.pt")
+    else:
+        told: list[tuple[str, tuple[int, ...]]] = []
+        found, losses = calls(Leader(replica, lambda *what: told.append(what)), start_of(task))
+        torch.save((found, losses, held, told), f"{folder}/0.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -89,11 +76,11 @@ def test_two_processes_take_the_steps_of_one(name: str, tmp_path: Path) -> None:
         one.join(200)
         assert one.exitcode == 0
     task = task_called(name)
-    expected, losses = calls(Whole(task), start_of(task))
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for found, its_losses, _ in parts:
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        assert its_losses == pytest.approx(losses, rel=1e-5)
-    size = len(expected)
-    assert [held for _, _, held in parts] != [size, size]
-    assert sum(held for _, _, held in parts) == size
+    expected, losses = calls(Solo(Replica(task, RUN, CPU), SHARD), start_of(task))
+    found, its_losses, held, told = torch.load(tmp_path / "0.pt")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert its_losses == pytest.approx(losses, rel=1e-5)
+    assert told == [("train", (6, 3, 0)), ("differentiate", (6,)), ("apply", (15,)), ("train", (3, 17, 7))]
+    rest = torch.load(tmp_path / "1.pt")
+    assert held + rest == len(expected)  # together they hold the model, and neither has all of it
+    assert 0 < rest < len(expected)

@@ -53,12 +53,12 @@ def node(name: str, shape: Pipeline, rank: int, folder: str, absent: bool) -> No
     world = shape.stages * shape.replicas
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     stage = Stage(task_called(name), Run(40, shape.replicas, SEED), CPU, shape, rank, shards_of(["a"] * shape.replicas, SEED), 20)
-    state, theta = fresh(stage.replica, stage.me)
+    _, theta = fresh(stage.replica, stage.me)
     if absent and rank == 1:
         return
     try:
-        losses = stage.train(state, theta, STEPS - 2, 0, 0)
-        losses += stage.train(state, theta, 2, (STEPS - 2) * shape.replicas, STEPS - 2)
+        losses = stage.train(theta, STEPS - 2, 0, 0, lambda: None)
+        losses += stage.train(theta, 2, (STEPS - 2) * shape.replicas, STEPS - 2, lambda: None)
     except TrainingError as error:
         (Path(folder) / f"{rank}.error").write_text(str(error))
         return

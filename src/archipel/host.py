@@ -13,26 +13,35 @@ of absorbed inner steps that it is told beforehand, in the very handler that rea
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import pickle
 import queue
+import socket
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from archipel.actor import Actor, Gradient, Group, Message, NodeId, Reduced, Start, Trained, Vector
 from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.metrics import Recorder, Training
+from archipel.pipeline import Pipeline
 from archipel.pool import place_of
-from archipel.replica import NonFiniteLoss, Replica, Run
+from archipel.replica import NonFiniteLoss, Replica, Run, Solo
+from archipel.sharded import Leader, ShardedReplica
+from archipel.stage import Stage
 from archipel.task import NoTask, TaskConfig, make_task
 
 CHUNK = 1 << 20
@@ -162,6 +171,10 @@ class Setup:
         marks: counts of absorbed inner steps at which the model is kept, rising; () where there is no model.
         step_time_s: the least time of an inner step, to act out a slower machine; 0: as fast as it goes.
         epoch: of this run, on all its mail.
+        rank: among the workers.
+        pipeline, shards: how workers share the replicas' stages, and the data of all replicas; None: each has a whole one.
+        processes: that share this worker's replica.
+        deadline_s: longest wait for those with whom inner steps are taken.
     """
 
     actor: bytes
@@ -172,6 +185,31 @@ class Setup:
     marks: tuple[int, ...]
     step_time_s: float
     epoch: int
+    rank: int = 0
+    pipeline: Pipeline | None = None
+    shards: tuple[Shard, ...] = ()
+    processes: int = 1
+    deadline_s: float = 60.0
+
+    @property
+    def trains(self) -> bool:
+        """This is a worker, and there is something to train."""
+        return self.shard is not None and not isinstance(self.task, NoTask)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes that take inner steps together find each other: a process group of torch.distributed (gloo).
+
+    Attributes:
+        address, port: of the process with rank 0.
+        rank, size: of this process, and how many there are.
+    """
+
+    address: str
+    port: int
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -221,7 +259,7 @@ class Record:
 
     recorder: Recorder
     local_updates: int
-    integers: list[Tensor]
+    integers: dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -240,6 +278,47 @@ class Arrival:
 
     envelope: Envelope
     time_s: float
+
+
+class NoSteps:
+    """Inner steps where nothing is trained."""
+
+    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
+        for _ in range(steps):
+            after_step()
+        return []
+
+    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
+        return [0.0]
+
+    def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
+        return []
+
+    def integers(self) -> dict[str, Tensor]:
+        return {}
+
+
+InnerSteps = NoSteps | Solo | Stage | Leader
+"""Who takes a worker's inner steps: nobody, this process alone, this process as one stage, or as the first of several."""
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def meet(meeting: Meeting, deadline_s: float) -> None:
+    """Join the process group of a meeting; one on loopback opens no port to others."""
+    if ipaddress.ip_address(meeting.address).is_loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    where, timeout = f"tcp://{meeting.address}:{meeting.port}", timedelta(seconds=deadline_s)
+    dist.init_process_group("gloo", init_method=where, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 class Host:
@@ -273,18 +352,30 @@ class Host:
         self.training_since_s: float | None = None
         self.events, self.last_event_s = 0, 0.0
         self.loss: float | None = None
-        self.replica: Replica | None = None
-        self.integers: list[Tensor] = []
+        self.inner: InnerSteps = NoSteps()
+        self.integers: dict[str, Tensor] = {}
         if setup.shard is not None:
             self.thread = ThreadPoolExecutor(1, "inner steps", initializer=torch.set_num_threads, initargs=(1,))
-            if not isinstance(setup.task, NoTask):
-                device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-                self.replica = Replica(make_task(setup.task), setup.run, device)
-                self.state = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs]
-                self.replica.reset(self.state)
-                self.integers = self.replica.first_integers
+            if setup.trains and setup.pipeline is None and setup.processes == 1:
+                self._train_with(Solo(Replica(make_task(setup.task), setup.run, device()), setup.shard))
         self.batch = 0  # number of the next one
         self.started_s = time.perf_counter()
+
+    def meet(self, meeting: Meeting, tell: Callable[[str, tuple[int, ...]], None]) -> None:
+        """Find those with whom this worker takes its inner steps: other stages, or the other processes of its replica.
+
+        `tell` has those processes follow; see `sharded.Leader`.
+        """
+        meet(meeting, self.setup.deadline_s)
+        setup, task = self.setup, make_task(self.setup.task)
+        assert setup.shard is not None
+        if setup.pipeline:
+            self._train_with(Stage(task, setup.run, device(), setup.pipeline, setup.rank, setup.shards, setup.deadline_s))
+        else:
+            self._train_with(Leader(ShardedReplica(task, setup.run, device(), setup.shard), tell))
+
+    def _train_with(self, inner: InnerSteps) -> None:
+        self.inner, self.integers = inner, inner.integers()
 
     # What others ask of a host, from other threads
 
@@ -365,40 +456,33 @@ class Host:
         timer.start()
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
-        theta, batch, replica = theta.clone(), self.batch, self.replica
+        theta, batch = theta.clone(), self.batch
         self.batch += steps
 
         def job(after_step: Callable[[], None]) -> Message:
-            if replica is None:
-                for _ in range(steps):
-                    after_step()
-                return Trained(theta, steps, ())
-            assert self.setup.shard is not None
-            losses = replica.train(self.state, theta, self.setup.shard, steps, progress, batch, after_step)
-            return Trained(theta, steps, tuple(losses))
+            return Trained(theta, steps, tuple(self.inner.train(theta, steps, progress, batch, after_step)))
 
         self._compute(job, progress)
 
     def gradient(self, theta: Vector, progress: int) -> None:
-        theta, batch, replica = theta.clone(), self.batch, self.replica
+        theta, batch, inner = theta.clone(), self.batch, self.inner
         self.batch += 1
+        if isinstance(inner, Stage):
+            raise UserError("pipeline: this method asks for single gradients, which a model in stages does not give")
 
         def job(after_step: Callable[[], None]) -> Message:
-            loss = 0.0
-            if replica is not None:
-                assert self.setup.shard is not None
-                [loss] = replica.differentiate(self.state, theta, self.setup.shard, batch)
+            [loss] = inner.differentiate(theta, batch)
             after_step()
             return Gradient(theta, loss)
 
         self._compute(job, progress)
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
-        theta, gradient, replica = theta.clone(), gradient.clone(), self.replica
+        theta, gradient, inner = theta.clone(), gradient.clone(), self.inner
+        assert not isinstance(inner, Stage)  # which gave no gradient
 
         def job(after_step: Callable[[], None]) -> Message:
-            if replica is not None:
-                replica.apply(self.state, theta, gradient, progress)
+            inner.apply(theta, gradient, progress)
             return Trained(theta, 1, ())
 
         self._compute(job, progress)
@@ -494,7 +578,7 @@ class Host:
             message = job(after_step)
         except NonFiniteLoss as error:
             self.mailbox.put(Diverged(f"worker {self.me}: {error}, after {self.now:.1f} s; try a lower learning rate"))
-        except UserError as error:
+        except (UserError, TrainingError) as error:
             self.mailbox.put(error)
         except Exception as error:
             self.mailbox.put(
@@ -510,10 +594,11 @@ class Host:
         match answer.message:
             case Trained(losses=losses, steps=steps) if losses:
                 self._note_loss(answer, steps, sum(losses) / len(losses))
-            case Gradient(loss=loss) if self.replica is not None:
+            case Gradient(loss=loss) if self.setup.trains:
                 self._note_loss(answer, 1, loss)
-        if self.replica is not None:
-            self.integers = [tensor.clone() for tensor in self.state[1 : 1 + len(self.integers)]]
+        self.integers = self.inner.integers()
+        if isinstance(self.inner, Stage):
+            self.recorder.counts(*self.inner.take_counts())
 
     def _note_loss(self, answer: Answer, steps: int, loss: float) -> None:
         self.loss = loss

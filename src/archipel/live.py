@@ -28,19 +28,22 @@ import torch
 from torch import Tensor
 
 from archipel import experiment, methods, outer
-from archipel.actor import Actor, NodeId, Vector, World
+from archipel.actor import Actor, NodeId, Vector
 from archipel.data import Shard, shards_of
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.experiment import Ended
-from archipel.host import Envelope, Host, Record, Setup, Snapshot, Status
+from archipel.host import Envelope, Host, Meeting, Record, Setup, Snapshot, Status, device, free_port, meet
 from archipel.metrics import Evaluation, Recorder, merged
 from archipel.network import Network
+from archipel.pipeline import Pipeline, cut, join
 from archipel.pool import Done, NoTraining, Promise, median_step_time_s
 from archipel.recipe import Recipe
 from archipel.replica import Replica, Run
+from archipel.sharded import ShardedReplica
 from archipel.simulator import Simulator, Stop
 from archipel.task import NoTask, Task, make_task
 from archipel.topology import Profile
+from archipel.vector import Layout
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -101,8 +104,8 @@ def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, 
     Raises:
         UserError, TrainingError: the method would not come to its end; see `Simulator.run`.
     """
-    workers, seed = recipe.topology.workers, recipe.run.seed
-    actors = methods.load(recipe.method).build(recipe.config, World(workers, 0, seed), torch.empty(0))
+    workers, seed, pipeline = recipe.topology.workers, recipe.run.seed, experiment.pipeline_of(recipe)
+    actors = experiment.build_actors(recipe, pipeline, torch.empty(0), ())
     rehearsal = Marks(actors)
     Simulator(
         actors,
@@ -116,6 +119,7 @@ def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, 
         tokens_per_step=None,
         parameters=0,
         seed=seed,
+        pipeline=pipeline,
     ).run()
     *marks, last = rehearsal.marks
     if len(last) == 1:  # asynchronous methods overshoot by other amounts on another clock
@@ -274,8 +278,13 @@ class RayHost:
         self.host = Host(pickle.loads(setup), self._post, lambda vector: ray.put(vector.numpy()))
         self.peers: dict[NodeId, Any] = {}
 
-    def connect(self, peers: dict[NodeId, Any]) -> None:
+    def free_port(self) -> int:
+        return free_port()
+
+    def connect(self, peers: dict[NodeId, Any], meeting: Meeting | None, followers: list[Any]) -> None:
         self.peers = peers
+        if meeting:
+            self.host.meet(meeting, lambda what, arguments: _tell(followers, what, arguments))
 
     def run(self) -> Record:
         return self.host.run()
@@ -306,6 +315,26 @@ class RayHost:
         self.peers[to].deliver.remote(envelope)  # copies the vectors now
 
 
+@ray.remote(num_cpus=0, max_restarts=0)
+class RayFollower:
+    """One of the other processes of a worker that has several."""
+
+    def __init__(self, setup: bytes, meeting: Meeting) -> None:
+        torch.set_num_threads(1)
+        told: Setup = pickle.loads(setup)
+        assert told.shard is not None
+        meet(meeting, told.deadline_s)
+        self.replica = ShardedReplica(make_task(told.task), told.run, device(), told.shard)
+
+    def follow(self, what: str, arguments: tuple[int, ...]) -> None:
+        self.replica.follow(what, arguments)
+
+
+def _tell(followers: Sequence[Any], what: str, arguments: tuple[int, ...]) -> None:
+    for follower in followers:
+        follower.follow.remote(what, arguments)
+
+
 # Evaluation
 
 
@@ -317,11 +346,13 @@ class Evaluator:
         replica: computes losses; None where nothing is trained.
         recorder: gets an `Evaluation` when its loss is there.
         deadline_s: longest wait for a part of a model.
+        whole: makes whole models of the holders' parts.
     """
 
     replica: Replica | None
     recorder: Recorder
     deadline_s: float
+    whole: Callable[[Sequence[Vector]], list[Vector]]
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "evaluations"))
     waiting: list[Future[Evaluation]] = field(default_factory=list)
 
@@ -349,7 +380,7 @@ class Evaluator:
         if self.replica is None:
             return evaluation
         torch.set_num_threads(1)
-        parts = vectors(snapshots, self.deadline_s)
+        parts = self.whole(vectors(snapshots, self.deadline_s))
         model = outer.mean(parts)
         if len(parts) > 1:
             deviations = [(part - model)[: self.replica.layout.parameters].square().mean() for part in parts]
@@ -374,6 +405,8 @@ class Watch:
     Attributes:
         hosts, places: the Ray actor of each node, and the machine that it is on.
         marks: see `rehearse`.
+        setups: what each host was told, pickled.
+        followers: the other processes of workers that have several.
         deadline_s: longest time without a sign of life or of progress.
     """
 
@@ -392,6 +425,8 @@ class Watch:
     runs: dict[Any, NodeId] = field(default_factory=dict)
     evaluated: int = 0
     final: list[Snapshot] = field(default_factory=list)
+    setups: dict[NodeId, bytes] = field(default_factory=dict)
+    followers: list[Any] = field(default_factory=list)
 
     @property
     def now(self) -> float:
@@ -406,15 +441,21 @@ class Watch:
         """Those who hold a part of the model to take home."""
         return list(self.marks[-1])
 
-    def introduce(self, actors: Sequence[Actor]) -> None:
-        """Tell each host where its peers are, and wait until all are up.
+    @property
+    def inner_steps(self) -> int:
+        """Absorbed by the model to take home; one that a replica takes in stages is one."""
+        return sum(snapshot.absorbed for snapshot in self.final) // self.recipe.pipeline.stages
+
+    def introduce(self, actors: Sequence[Actor], meetings: dict[NodeId, Meeting], followers: dict[NodeId, list[Any]]) -> None:
+        """Tell each host where its peers are, and those with whom it takes its inner steps; wait until all are up.
 
         Raises:
             UserError, TrainingError: one has failed, or is not up in time.
         """
         for actor in actors:
             peers = {peer: self.hosts[peer] for peer in actor.peers() if peer in self.hosts}
-            self.runs[self.hosts[actor.me].connect.remote(peers)] = actor.me
+            connect = self.hosts[actor.me].connect
+            self.runs[connect.remote(peers, meetings.get(actor.me), followers.get(actor.me, []))] = actor.me
         while self.runs:
             ready, late = ray.wait(list(self.runs), timeout=START_S)
             if not ready:
@@ -486,7 +527,7 @@ class Watch:
     def end(self) -> None:
         """End all hosts, whatever they are doing. They know each other, so Ray would keep them for as long as the cluster runs."""
         self.evaluator.thread.shutdown(wait=False, cancel_futures=True)
-        for host in self.hosts.values():
+        for host in [*self.hosts.values(), *self.followers]:
             ray.kill(host)
 
     def _evaluate_marks(self) -> None:
@@ -498,7 +539,7 @@ class Watch:
 
     def _evaluate(self, snapshots: list[Snapshot]) -> None:
         self.final = snapshots
-        inner_steps = sum(snapshot.absorbed for snapshot in snapshots)
+        inner_steps = self.inner_steps
         first = not inner_steps
         evaluation = Evaluation(
             time_s=max(snapshot.time_s for snapshot in snapshots),
@@ -549,7 +590,8 @@ class Watch:
     def _report(self) -> Now:
         workers = [worker.id for worker in self.recipe.topology.workers if worker.id in self.statuses]
         losses = [loss for worker in workers if (loss := self.statuses[worker].loss) is not None]
-        absorbed = min(sum(status.absorbed for status in self.statuses.values()), self.planned)
+        absorbed = sum(status.absorbed for status in self.statuses.values()) // self.recipe.pipeline.stages
+        absorbed = min(absorbed, self.planned)
         quiet_s, slowest = max(((status.quiet_s, node) for node, status in self.statuses.items()), default=(0.0, None))
         late = None if slowest is None or quiet_s < 5 * TICK_S else f"{slowest} {self.statuses[slowest].doing}"
         return Now(
@@ -589,14 +631,16 @@ def launch(
     """
     wall_s, threads = time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)  # the workers need the cores
-    if recipe.pipeline.stages > 1:
-        raise UserError(f"pipeline.stages = {recipe.pipeline.stages}: stages can be simulated (archipel run), not launched yet")
+    if recipe.live.processes > 1 and recipe.pipeline.stages > 1:
+        raise UserError(
+            f"live.processes = {recipe.live.processes}: a stage of a pipeline is one process; give processes = 1 or stages = 1"
+        )
     try:
         experiment.check_reachable(recipe)
         task = None if isinstance(recipe.task, NoTask) else make_task(recipe.task)
         steps = experiment.planned_steps(recipe, task.tokens_per_step if task else None)
         workers, seed = recipe.topology.workers, recipe.run.seed
-        run = Run(steps, len(workers), seed)
+        run = Run(steps, recipe.replicas, seed)
         replica = None
         if task is not None:
             replica = Replica(task, run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -604,14 +648,18 @@ def launch(
         recipe = replace(recipe, profile=profile)
         marks = rehearse(recipe, profile, steps)
         theta = replica.layout.read(replica.module) if replica else torch.empty(0)
-        world = World(workers, replica.layout.parameters if replica else 0, seed)
-        actors = methods.load(recipe.method).build(recipe.config, world, theta)
+        pipeline, layouts = experiment.pipeline_of(recipe), [replica.layout] if replica else []
+        if task and pipeline:
+            layouts = [Layout.of(part) for part in cut(task.seeded_model(seed), pipeline.stages)]
+            pipeline = replace(pipeline, parameters=tuple(layout.parameters for layout in layouts))
+        actors = experiment.build_actors(recipe, pipeline, theta, layouts)
         with session(address):
             if address is not None and not insecure:
                 check_protected(machines())
-            watch = board(recipe, actors, run, marks, task, replica, address, progress)
+            watch = board(recipe, actors, run, marks, task, replica, pipeline, address, progress)
             try:
-                watch.introduce(actors)
+                meetings, followers = meetings_of(watch, pipeline, insecure=insecure) if task else ({}, {})
+                watch.introduce(actors, meetings, followers)
                 stopped = watch.run()
                 return _leave(directory, recipe, watch, task, replica, stopped, wall_s)
             except Diverged as error:
@@ -638,9 +686,11 @@ def measure_profile(replica: Replica | None, shard: Shard) -> Profile:
 
 
 def shards(recipe: Recipe) -> dict[NodeId, Shard]:
-    """Each worker's data."""
-    workers = [worker.id for worker in recipe.topology.workers]
-    return dict(zip(workers, shards_of([worker.region for worker in workers], recipe.run.seed), strict=True))
+    """Each worker's data; all stages of a replica have those of the first one."""
+    workers, pipeline = [worker.id for worker in recipe.topology.workers], experiment.pipeline_of(recipe)
+    readers = pipeline.nodes[0] if pipeline else workers
+    data = shards_of([reader.region for reader in readers], recipe.run.seed)
+    return {worker: data[i // recipe.pipeline.stages] for i, worker in enumerate(workers)}
 
 
 def board(
@@ -650,6 +700,7 @@ def board(
     marks: list[dict[NodeId, int]],
     task: Task | None,
     replica: Replica | None,
+    pipeline: Pipeline | None,
     address: str | None,
     progress: Callable[[Now], None],
 ) -> Watch:
@@ -660,8 +711,12 @@ def board(
     speed = {worker.id: worker.speed / fastest for worker in workers}
     paced = recipe.live.pace == "profile"
     nodes, epoch = [actor.me for actor in actors], secrets.randbits(62)
-    places = place(nodes, list(data), machines(), recipe.live.gpu_fraction, address)
+    live, stages = recipe.live, recipe.pipeline.stages
+    places = place(nodes, list(data), machines(), live.gpu_fraction * live.processes, address)
     hosts: dict[NodeId, Any] = {}
+    setups: dict[NodeId, bytes] = {}
+    ranks = {worker: i for i, worker in enumerate(data)}
+    by_replica = tuple(list(data.values())[::stages])
     for rank, actor in enumerate(actors):
         me = actor.me
         setup = Setup(
@@ -671,24 +726,77 @@ def board(
             run=run,
             shard=data.get(me),
             marks=tuple(mark[me] for mark in marks) if me in marks[-1] else (),
-            step_time_s=profile.step_time_s / speed[me] if paced and me in speed else 0.0,
+            step_time_s=profile.step_time_s / speed[me] / stages if paced and me in speed else 0.0,
             epoch=epoch,
+            rank=ranks.get(me, 0),
+            pipeline=pipeline,
+            shards=by_replica,
+            processes=live.processes,
+            deadline_s=live.deadline_s,
         )
         options = RayHost.options(  # type: ignore[attr-defined]
             scheduling_strategy=on(places[me]),
-            num_gpus=recipe.live.gpu_fraction if places[me].gpus and me in data else 0,
+            num_gpus=live.gpu_fraction if places[me].gpus and me in data else 0,
         )
-        hosts[me] = options.remote(recipe.method, pickle.dumps(setup))
+        setups[me] = pickle.dumps(setup)
+        hosts[me] = options.remote(recipe.method, setups[me])
     return Watch(
         recipe,
         hosts,
         places,
         marks,
-        Evaluator(replica, Recorder(), recipe.live.deadline_s),
+        Evaluator(replica, Recorder(), live.deadline_s, lambda parts: whole(parts, list(marks[-1]), pipeline)),
         run.total_steps,
         task.tokens_per_step if task else None,
         progress,
+        setups=setups,
     )
+
+
+def whole(parts: Sequence[Vector], holders: Sequence[NodeId], pipeline: Pipeline | None) -> list[Vector]:
+    """Whole models of the parts that `holders` have: the parts themselves, or those of a replica's stages joined."""
+    if pipeline is None:
+        return list(parts)
+    held = dict(zip(holders, parts, strict=True))
+    stages = [[held[node] for node in stage if node in held] for stage in pipeline.nodes]
+    return [join(group, pipeline.parameters) for group in zip(*stages, strict=True)]
+
+
+def meetings_of(
+    watch: Watch, pipeline: Pipeline | None, *, insecure: bool
+) -> tuple[dict[NodeId, Meeting], dict[NodeId, list[Any]]]:
+    """Where the workers meet those with whom they take inner steps, and the other processes of each worker.
+
+    Raises:
+        UserError: stages on several machines would meet over a network where anybody could listen.
+    """
+    live, places = watch.recipe.live, watch.places
+    workers = [worker.id for worker in watch.recipe.topology.workers]
+    if pipeline:
+        here = {places[worker].id for worker in workers}
+        if len(here) > 1 and not insecure and not all(ipaddress.ip_address(places[w].address).is_loopback for w in workers):
+            raise UserError(
+                f"pipeline.stages = {pipeline.stages}: stages on {len(here)} machines send activations over torch.distributed, "
+                "which neither encrypts nor asks who is there; see docs/security.md, or give --insecure if nobody else can reach it"
+            )
+        address = places[workers[0]].address if len(here) > 1 else "127.0.0.1"
+        port = ray.get(watch.hosts[workers[0]].free_port.remote(), timeout=START_S)
+        return {worker: Meeting(address, port, i, len(workers)) for i, worker in enumerate(workers)}, {}
+    if live.processes == 1:
+        return {}, {}
+    ports = ray.get([watch.hosts[worker].free_port.remote() for worker in workers], timeout=START_S)
+    meetings = {worker: Meeting("127.0.0.1", port, 0, live.processes) for worker, port in zip(workers, ports, strict=True)}
+    followers = {
+        worker: [
+            RayFollower.options(  # type: ignore[attr-defined]
+                scheduling_strategy=on(places[worker]), num_gpus=live.gpu_fraction if places[worker].gpus else 0
+            ).remote(watch.setups[worker], replace(meeting, rank=rank))
+            for rank in range(1, live.processes)
+        ]
+        for worker, meeting in meetings.items()
+    }
+    watch.followers = [follower for group in followers.values() for follower in group]
+    return meetings, followers
 
 
 def _leave(
@@ -700,10 +808,11 @@ def _leave(
     time_s = max(snapshot.time_s for snapshot in watch.final)
     recorder = merged([record.recorder for record in records], time_s)
     recorder.evaluations = watch.evaluator.recorder.evaluations
-    integers: dict[str, Tensor] = {}
-    if replica:
-        columns = zip(*(record.integers for record in records if record.integers), strict=True)
-        integers = {name: torch.stack(column).amax(dim=0) for name, column in zip(replica.layout.integers, columns, strict=True)}
+    found: dict[str, list[Tensor]] = {}
+    for record in records:
+        for name, tensor in record.integers.items():
+            found.setdefault(name, []).append(tensor)
+    integers = {name: torch.stack(tensors).amax(dim=0) for name, tensors in found.items()}
     profile, used = recipe.profile, set(watch.places.values())
     assert profile is not None
     modelled = (
@@ -712,10 +821,10 @@ def _leave(
     )
     ended = Ended(
         time_s=time_s,
-        inner_steps=sum(snapshot.absorbed for snapshot in watch.final),
+        inner_steps=watch.inner_steps,
         outer_steps=watch.final[0].outer_steps,
         local_updates=sum(record.local_updates for record in records),
-        parts=vectors(watch.final, watch.deadline_s) if replica else [],
+        parts=watch.evaluator.whole(vectors(watch.final, watch.deadline_s)) if replica else [],
         nodes=list(watch.hosts),
         recorder=recorder,
         task=task,
@@ -724,6 +833,6 @@ def _leave(
         real=(f"gradients of {task.description}" if task else "no gradients (task none)")
         + f"; the clock and the bytes, measured on {len(used)} machine{'s' * (len(used) > 1)}",
         modelled=modelled if recipe.live.pace == "profile" else "",
-        processes=len(recipe.topology.workers),
+        processes=len(recipe.topology.workers) * recipe.live.processes,
     )
     return experiment.leave(directory, recipe, ended, stopped, time.perf_counter() - wall_s)

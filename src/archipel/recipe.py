@@ -59,7 +59,8 @@ class LiveConfig(BaseModel):
     pace: Literal["none", "profile"] = Field(
         "none", description="profile: an inner step takes at least the time that the profile and the worker's speed give it"
     )
-    gpu_fraction: float = Field(1.0, gt=0, le=1, description="part of a GPU that each worker takes; 0.25: four share one")
+    gpu_fraction: float = Field(1.0, gt=0, le=1, description="part of a GPU that each process takes; 0.25: four share one")
+    processes: int = Field(1, ge=1, description="of each worker, which share one replica of the model by FSDP2")
     deadline_s: float = Field(60.0, gt=0, description="longest time without a sign of life or of progress")
 
 

@@ -302,6 +302,29 @@ class Replica:
         return self.optimizer.param_groups[i] if kind == "group" else self.optimizer.state[self.moved[i]]
 
 
+class Solo:
+    """A replica that serves one worker alone, and keeps its state."""
+
+    def __init__(self, replica: Replica, shard: Shard) -> None:
+        self.replica, self.shard = replica, shard
+        self.state = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in replica.state_specs]
+        replica.reset(self.state)
+
+    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
+        return self.replica.train(self.state, theta, self.shard, steps, progress, cursor, after_step)
+
+    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
+        return self.replica.differentiate(self.state, theta, self.shard, cursor)
+
+    def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
+        return self.replica.apply(self.state, theta, gradient, progress)
+
+    def integers(self) -> dict[str, Tensor]:
+        """The integer buffers of the worker's model, by name."""
+        names = self.replica.layout.integers
+        return {name: tensor.clone() for name, tensor in zip(names, self.state[1:], strict=False)}
+
+
 Place = tuple[str, int]
 """Where an optimizer keeps something: `("parameter", i)` or `("group", i)`."""
 StateKey = tuple[Place, str, type[int] | type[float] | None]

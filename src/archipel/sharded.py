@@ -3,15 +3,16 @@
 What belongs here: one process's part of such a worker's inner steps. What does not: who starts the processes and tells
 them what to do next.
 
-All processes of a worker make the same calls in the same order. The first one has the vector and tells it to the others. A
-batch is cut along its first dimension, a part for each process, so that the worker takes the steps that one process
-would take with the whole batch.
+All processes of a worker make the same calls in the same order: the first one, which has the vector, is its `Leader`,
+and tells the others what it is asked for. A batch is cut along its first dimension, a part for each process, so that
+the worker takes the steps that one process would take with the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,8 @@ class ShardedReplica:
         layout: of the whole model.
     """
 
-    def __init__(self, task: Task, run: Run, device: torch.device) -> None:
-        self.task, self.run, self.device = task, run, device
+    def __init__(self, task: Task, run: Run, device: torch.device, shard: Shard) -> None:
+        self.task, self.run, self.device, self.shard = task, run, device, shard
         self.rank, self.processes = dist.get_rank(), dist.get_world_size()
         self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
         self.module = task.seeded_model(run.seed).to(device)
@@ -48,9 +49,7 @@ class ShardedReplica:
 
     # What the worker is asked for. Vectors have shape (numel,) and are overwritten with the result, in every process.
 
-    def train(
-        self, theta: Tensor, shard: Shard, steps: int, progress: int, cursor: int, after_step: Callable[[], None] = lambda: None
-    ) -> list[float]:
+    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
         """See `Replica.train`.
 
         Raises:
@@ -59,19 +58,19 @@ class ShardedReplica:
         with self._at(theta):
             losses = []
             for k in range(steps):
-                losses.append(self._backward(shard, cursor + k))
+                losses.append(self._backward(cursor + k))
                 self._step(progress + k * self.run.workers)
                 after_step()
         return finite(losses, cursor)
 
-    def differentiate(self, theta: Tensor, shard: Shard, cursor: int) -> list[float]:
+    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
         """See `Replica.differentiate`.
 
         Raises:
             NonFiniteLoss: the loss is not finite.
         """
         with self._at(theta):
-            loss = self._backward(shard, cursor)
+            loss = self._backward(cursor)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=False):
             slot.view(theta).copy_(_whole(parameter.grad))
         return finite([loss], cursor)
@@ -86,9 +85,22 @@ class ShardedReplica:
         theta[self.layout.parameters :] = gradient[self.layout.parameters :]
         return []
 
-    def integers(self) -> list[Tensor]:
-        """The integer buffers of this process's model."""
-        return [tensor.clone() for tensor in integer_buffers(self.module).values()]
+    def integers(self) -> dict[str, Tensor]:
+        """The integer buffers of this process's model, by name."""
+        return {name: tensor.clone() for name, tensor in integer_buffers(self.module).items()}
+
+    def follow(self, what: str, arguments: tuple[int, ...]) -> None:
+        """Do what the first process is asked for; vectors come from there."""
+        theta = torch.empty(self.layout.numel)
+        match what, arguments:
+            case "train", (steps, progress, cursor):
+                self.train(theta, steps, progress, cursor, lambda: None)
+            case "differentiate", (cursor,):
+                self.differentiate(theta, cursor)
+            case "apply", (progress,):
+                self.apply(theta, torch.empty(self.layout.numel), progress)
+            case _:
+                raise AssertionError(what)
 
     # How
 
@@ -112,7 +124,8 @@ class ShardedReplica:
                 dist.all_reduce(mean)
                 slot.view(theta).copy_(mean)
 
-    def _backward(self, shard: Shard, index: int) -> Tensor:
+    def _backward(self, index: int) -> Tensor:
+        shard = self.shard
         seed_step(self.run.seed, shard, index * self.processes + self.rank, self.device)
         self.optimizer.zero_grad()
         batch = micro(self.task.batches(shard, index), self.processes)[self.rank]
@@ -143,6 +156,29 @@ class ShardedReplica:
     def _part(self, whole: Tensor, parameter: DTensor) -> DTensor:
         """This process's part of a tensor that all processes have; no message."""
         return distribute_tensor(whole.to(parameter.dtype), self.mesh, parameter.placements, src_data_rank=None)
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The first process of a worker. `tell` has the others `follow`, and does not wait for them."""
+
+    replica: ShardedReplica
+    tell: Callable[[str, tuple[int, ...]], None]
+
+    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
+        self.tell("train", (steps, progress, cursor))
+        return self.replica.train(theta, steps, progress, cursor, after_step)
+
+    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
+        self.tell("differentiate", (cursor,))
+        return self.replica.differentiate(theta, cursor)
+
+    def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
+        self.tell("apply", (progress,))
+        return self.replica.apply(theta, gradient, progress)
+
+    def integers(self) -> dict[str, Tensor]:
+        return self.replica.integers()
 
 
 def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> None:

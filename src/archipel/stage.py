@@ -53,7 +53,7 @@ class Stage:
         deadline_s: longest wait for a neighbour.
 
     Attributes:
-        messages, sent_bytes, slow_link_bytes: sent so far.
+        messages, sent_bytes, slow_link_bytes: sent since `take_counts`.
     """
 
     def __init__(
@@ -65,21 +65,15 @@ class Stage:
         self.last = self.k == pipeline.stages - 1
         self.boundaries = boundaries(task, run.seed, pipeline.stages, micro(task.batches(shards[0], 0), pipeline.micro_batches)[0])
         self.replica = Replica(task, run, device, cut(task.seeded_model(run.seed), pipeline.stages)[self.k])
+        self.state = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs]
+        self.replica.reset(self.state)
         self.sending: list[tuple[Any, Tensor]] = []
         self.messages, self.sent_bytes, self.slow_link_bytes = 0, 0, 0
 
-    def train(
-        self,
-        state: Sequence[Tensor],
-        theta: Tensor,
-        steps: int,
-        progress: int,
-        cursor: int,
-        after_step: Callable[[], None] = lambda: None,
-    ) -> list[float]:
+    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
         """Take `steps` inner steps from number `cursor` on, together with the nodes that the routes lead to.
 
-        `state` and `theta` are this stage's and change in place. Returns the losses before each step, the means over the
+        `theta` is this stage's vector and changes in place. Returns the losses before each step, the means over the
         micro-batches that came here, at the last stage; nothing elsewhere.
 
         Raises:
@@ -87,7 +81,7 @@ class Stage:
             TrainingError: a neighbour did not send in time, or is gone.
         """
         losses = []
-        with self.replica.working(state, theta):
+        with self.replica.working(self.state, theta):
             for i in range(steps):
                 losses.append(self._gradient(cursor + i))
                 norm = self.replica.gradient_norm()
@@ -96,6 +90,11 @@ class Stage:
                 self.replica.step(progress + i * self.run.workers, norm)
                 after_step()
         return finite(losses, cursor) if self.last else []
+
+    def integers(self) -> dict[str, Tensor]:
+        """The integer buffers of this stage, by name."""
+        names = self.replica.layout.integers
+        return {name: tensor.clone() for name, tensor in zip(names, self.state[1:], strict=False)}
 
     def _gradient(self, step: int) -> Tensor:
         """Leave the gradient over the micro-batches that come here in the replica; their mean loss, 0 but at the last stage."""
@@ -162,6 +161,12 @@ class Stage:
         return square.sqrt().squeeze().to(self.device)
 
     # Messages
+
+    def take_counts(self) -> tuple[int, int, int]:
+        """Messages, bytes, and bytes between regions that have been sent since this was asked last."""
+        counts = self.messages, self.sent_bytes, self.slow_link_bytes
+        self.messages, self.sent_bytes, self.slow_link_bytes = 0, 0, 0
+        return counts
 
     def _rank(self, replica: int, stage: int) -> int:
         return int(replica) * self.pipeline.stages + stage
