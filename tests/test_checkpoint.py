@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from archipel import checkpoint, cli, experiment, methods, outer
@@ -445,7 +445,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def recipe(name: str, **fields: Any) -> Recipe:
     known = methods.load(name).Config.model_fields
     config = {key: value for key, value in {"inner_steps": 3, "accumulate": 2}.items() if key in known}
-    base = {"method": {"name": name, **config}, "topology": TOPOLOGY, "task": TASK, "run": {"steps": 48, "evaluations": 5}}
+    base = {"method": {"name": name, **config}, "topology": TOPOLOGY, "task": TASK, "run": {"steps": 32, "evaluations": 3}}
     return parse_recipe(base | fields)
 
 
@@ -527,8 +527,9 @@ def test_a_run_that_was_stopped_is_the_one_that_was_not(kind: str, workshop: Wor
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @given(data=st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 def test_two_hundred_stops(workshop: Workshop, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(KINDS)))
     events, left = workshop.unstopped(kind)
@@ -540,7 +541,7 @@ def test_two_hundred_stops(workshop: Workshop, data: st.DataObject) -> None:
 def test_stopped_with_one_process_and_unstopped_with_two(name: str, workshop: Workshop) -> None:
     one, directory = workshop.recipe(name), workshop.folder / "two" / name
     experiment.simulate(one, workshop.pool(one, 2), directory)
-    assert workshop.stopped(name, [30]) == files(directory)
+    assert workshop.stopped(name, [20]) == files(directory)
 
 
 # The command line
@@ -647,7 +648,7 @@ def test_every_so_many_tokens(workshop: Workshop, tmp_path: Path, monkeypatch: p
     found = saved_at(monkeypatch)
     one = workshop.recipe("sync_sgd")  # 4 workers: 4 inner steps at a time, of 4 · 8 tokens each
     experiment.simulate(one, workshop.pool(one), tmp_path / "run", every=Every(tokens=32 * 10))
-    assert found == [12, 20, 32, 40]
+    assert found == [12, 20, 32]
     assert files(tmp_path / "run") == workshop.unstopped("sync_sgd")[1]
 
 
@@ -769,7 +770,7 @@ def test_a_method_whose_state_cannot_be_saved(archipel: Any, tmp_path: Path, mon
     (tmp_path / "odd.py").write_text(OWN.replace("KEPT", "len"))
     own = ("--methods", tmp_path / "odd.py")
     assert archipel(*TIMED, *own, "--out", tmp_path / "whole")[0] == 0
-    complaint = "state.simulator.actors.machine/w0.kept is a builtins.builtin_function_or_method, which a checkpoint cannot hold; "
+    complaint = "state.simulator.actors.r0/w0.kept is a builtins.builtin_function_or_method, which a checkpoint cannot hold; "
     topology = ("--topology", "one-node")
     code, lines = archipel(*TIMED, *own, *topology, "--checkpoint-every", "0.000001s", "--out", tmp_path / "every")
     assert (code, lines[-1].startswith(f"archipel: {complaint}")) == (2, True), lines
