@@ -613,6 +613,20 @@ def test_ctrl_c_saves_and_resume_goes_on_with_all_that_is_not_finished(
     )
 
 
+def test_a_folder_of_the_users_is_not_taken_for_a_run(archipel: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("method: halos  # mine\ntask: none\n")
+    assert archipel("resume", tmp_path) == (
+        2,
+        [f"archipel: {recipe} is not as a run leaves it, so there is nothing to resume; `archipel run {recipe}` starts a run"],
+    )
+    (tmp_path / "notes.txt").write_text("mine")
+    assert archipel("resume", tmp_path)[1][0].startswith(f"archipel: nothing to resume in {tmp_path}: ")
+    with pytest.raises(UserError, match=r"is there already and is not a run directory$"):
+        experiment.simulate(parse_recipe({"method": "halos", "task": "none"}), None, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "notes.txt"}
+
+
 def test_a_second_ctrl_c_does_not_wait(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(700, monkeypatch, times=2)
     assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path)[0] == 130

@@ -110,10 +110,12 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Go on with runs that were stopped, as if they had not been: the same files, to the bit."""
-    every = parse_every(checkpoint_every) if checkpoint_every else None
+    every = None if checkpoint_every is None else parse_every(checkpoint_every)
     recipes = {path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)}
     if not recipes:
         raise UserError(f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended")
+    for path, recipe in recipes.items():
+        experiment.check_resumable(path, recipe)
     diverged: list[str] = []
     with progress_of() as begin:
         # Runs of one comparison share a pool.
@@ -322,7 +324,7 @@ def run_all(
 ) -> None:
     """Simulate `recipes`, which share task and topology, one after the other, and show them."""
     _check_target(target_loss)
-    every = parse_every(checkpoint_every) if checkpoint_every else None
+    every = None if checkpoint_every is None else parse_every(checkpoint_every)
     names = [f"{recipe.label}-seed{recipe.run.seed}" for recipe in recipes]
     for recipe in recipes:
         experiment.check_reachable(recipe)

@@ -50,6 +50,8 @@ Progress = Callable[[int, int, float], None]
 """Told (inner steps absorbed, inner steps planned, seconds on the engine's clock) while a run goes on."""
 CHECKPOINTS = "checkpoint"
 """The folder of a run directory that holds its checkpoints, until the run has ended."""
+LEFT = {"recipe.yaml", "metrics.jsonl", "trace.json", "weights.safetensors", "summary.json", CHECKPOINTS}
+"""What can be in a run directory."""
 INTERRUPTED = "interrupted"
 """What a summary says under `stopped` if Ctrl-C did it."""
 
@@ -202,8 +204,7 @@ def simulate(
     with interrupts() as interrupted:
         try:
             while True:
-                due = _due(every, simulator)
-                stopped = simulator.run(lambda due=due: interrupted() or due())  # type: ignore[misc]
+                stopped = simulator.run(_when_to_save(every, simulator, interrupted))
                 if stopped is not None:
                     break
                 try:
@@ -281,19 +282,19 @@ def check_every(every: Every | None, pool: Pool | None) -> None:
         raise UserError(f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds on this machine, such as 600s")
 
 
-def _due(every: Every | None, simulator: Simulator) -> Callable[[], bool]:
-    """Tells when the next checkpoint is due: the first one from now on."""
+def _when_to_save(every: Every | None, simulator: Simulator, interrupted: Callable[[], bool]) -> Callable[[], bool]:
+    """Tells when the next checkpoint is due: on Ctrl-C, or the first of those `every` so often from now on."""
     match every:
         case Every(tokens=int(tokens)):
             assert simulator.tokens_per_step is not None
             per_step = simulator.tokens_per_step
             mark = (simulator.absorbed * per_step // tokens + 1) * tokens
-            return lambda: simulator.absorbed * per_step >= mark
+            return lambda: interrupted() or simulator.absorbed * per_step >= mark
         case Every(seconds=float(seconds)):
             end_s = time.monotonic() + seconds
-            return lambda: time.monotonic() >= end_s
+            return lambda: interrupted() or time.monotonic() >= end_s
         case _:
-            return lambda: False
+            return interrupted
 
 
 def save_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float) -> Path:
@@ -404,8 +405,14 @@ def in_stages(recipe: Recipe) -> str:
 
 
 def start_directory(directory: Path, recipe: Recipe) -> None:
-    """Make a run directory that holds `recipe.yaml` alone; what was there before is gone."""
+    """Make a run directory that holds `recipe.yaml` alone; a run directory that was there before is gone.
+
+    Raises:
+        UserError: there is something else.
+    """
     if directory.exists():
+        if not is_run_directory(directory):
+            raise UserError(f"{directory} is there already and is not a run directory")
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
     try:
@@ -452,6 +459,12 @@ def _replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def is_run_directory(directory: Path) -> bool:
+    """A run has left its summary in it, or has begun in it and nobody has put anything else there."""
+    names = {path.name.removeprefix(".") for path in directory.iterdir()} if directory.is_dir() else set()
+    return "summary.json" in names or ("recipe.yaml" in names and names <= LEFT)
+
+
 def is_finished(directory: Path) -> bool:
     """A run directory's run has ended, and not by Ctrl-C."""
     try:
@@ -465,7 +478,14 @@ def is_finished(directory: Path) -> bool:
 def unfinished(directory: Path) -> list[Path]:
     """The run directories right in a folder whose runs have not ended, by name; or the folder itself if it is one."""
     found = [directory] if (directory / "recipe.yaml").is_file() else sorted(p.parent for p in directory.glob("*/recipe.yaml"))
-    return [path for path in found if not is_finished(path)]
+    return [path for path in found if is_run_directory(path) and not is_finished(path)]
+
+
+def check_resumable(directory: Path, recipe: Recipe) -> None:
+    """Raise a `UserError` if `directory` has no checkpoint and its `recipe.yaml` is one that the user wrote, not a run's."""
+    if not checkpoint.checkpoints(directory / CHECKPOINTS) and _recipe_text(directory) != recipe.to_yaml():
+        path = directory / "recipe.yaml"
+        raise UserError(f"{path} is not as a run leaves it, so there is nothing to resume; `archipel run {path}` starts a run")
 
 
 def remove_unbegun(directories: Iterable[Path]) -> None:
@@ -490,7 +510,7 @@ def prepare_output(out: Path, names: list[str]) -> None:
         raise UserError(f"--out {out}: {error.strerror}") from None
     for name in names:
         taken = out / name
-        if taken.exists() and not any((taken / file).is_file() for file in ("summary.json", "recipe.yaml")):
+        if taken.exists() and not is_run_directory(taken):
             raise UserError(f"--out {out}: {taken} is there already and is not a run directory")
         if checkpoint.checkpoints(taken / CHECKPOINTS) and not is_finished(taken):
             raise UserError(
