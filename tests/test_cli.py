@@ -228,7 +228,8 @@ def test_a_run_directory_is_replaced_and_nothing_else_is_touched(archipel: Any, 
     assert archipel(*common, "--steps", 1024).code == 0
     assert json.loads((tmp_path / "diloco-seed0" / "summary.json").read_text())["inner_steps"] == 1024
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    (tmp_path / "diloco-seed0" / "summary.json").unlink()
+    for file in ("summary.json", "recipe.yaml"):
+        (tmp_path / "diloco-seed0" / file).unlink()
     refused = archipel(*common, "--steps", 512)
     assert refused.code == 2
     assert refused.err == f"archipel: --out {tmp_path}: {tmp_path}/diloco-seed0 is there already and is not a run directory\n"
@@ -240,10 +241,10 @@ def test_a_method_that_diverges_does_not_cost_the_others(archipel: Any, tmp_path
 
     simulate = experiment.simulate
 
-    def diverging(recipe: Any, *arguments: Any) -> Any:
+    def diverging(recipe: Any, *arguments: Any, **options: Any) -> Any:
         if recipe.label == "diloco":
             raise Diverged("diloco: the validation loss is nan")
-        return simulate(recipe, *arguments)
+        return simulate(recipe, *arguments, **options)
 
     monkeypatch.setattr(experiment, "simulate", diverging)
     answer = archipel("compare", "--methods", "diloco,halos", "--task", "none", "--steps", 500, "--json", "--out", tmp_path / "out")
@@ -293,5 +294,8 @@ def test_ctrl_c_leaves_what_was_finished(archipel: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(Simulator, "_handle", interrupted)
     answer = archipel("compare", "--methods", "async_local_sgd", "--task", "none", "--out", tmp_path / "out", "--steps", 10**6)
     assert answer.code == 130
-    assert answer.err.splitlines()[-1] == f"archipel: interrupted; `archipel report {tmp_path}/out` shows what happened until then"
+    assert answer.err.splitlines()[-1] == (
+        f"archipel: interrupted; `archipel resume {tmp_path}/out` goes on from here; "
+        f"`archipel report {tmp_path}/out` shows what happened until then"
+    )
     assert json.loads((tmp_path / "out" / "async_local_sgd-seed0" / "summary.json").read_text())["stopped"] == "interrupted"

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -25,7 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 from archipel import experiment, latency, methods, report, studies, theory, theory_plots
+from archipel.checkpoint import Every, parse_every
 from archipel.errors import Diverged, TrainingError, UserError, nearest
+from archipel.pool import Pool
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
 from archipel.task import CONFIGS
 from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
@@ -50,6 +53,12 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; can be given often.")
 ]
 Processes = Annotated[int | None, typer.Option(min=1, help="Processes that compute gradients. Default: one a core, or one a GPU.")]
+CheckpointEvery = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS|SECONDSs", help="Save the run after so many tokens, or seconds here (600s); Ctrl-C saves it anyway."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone on stdout.")]
 
 
@@ -69,6 +78,7 @@ def compare(
     settings: Set = None,
     target_loss: Annotated[float | None, typer.Option(help="Default: the loss that the worst of the methods ends at.")] = None,
     processes: Processes = None,
+    checkpoint_every: CheckpointEvery = None,
     out: Annotated[Path | None, typer.Option(help="Folder for run directories and the report. Default: runs/compare-DATE.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -79,7 +89,7 @@ def compare(
         seeds,
         settings or [],
     )
-    run_all(recipes, out or _dated("compare"), processes, target_loss, as_json=as_json)
+    run_all(recipes, out or _dated("compare"), processes, target_loss, checkpoint_every, as_json=as_json)
 
 
 @app.command()
@@ -87,11 +97,37 @@ def run(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to run; only `method` is required in it.")],
     settings: Set = None,
     processes: Processes = None,
+    checkpoint_every: CheckpointEvery = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE.")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate one recipe."""
-    run_all([read_recipe(recipe, settings or [])], out or _dated("run"), processes, None, as_json=as_json)
+    run_all([read_recipe(recipe, settings or [])], out or _dated("run"), processes, None, checkpoint_every, as_json=as_json)
+
+
+@app.command()
+def resume(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or a folder that holds some.")],
+    processes: Processes = None,
+    checkpoint_every: CheckpointEvery = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with runs that were stopped, as if they had not been: the same files, to the bit."""
+    every = None if checkpoint_every is None else parse_every(checkpoint_every)
+    recipes = {path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)}
+    if not recipes:
+        raise UserError(f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended")
+    for path, recipe in recipes.items():
+        experiment.check_resumable(path, recipe)
+    diverged: list[str] = []
+    with progress_of() as begin:
+        # Runs of one comparison share a pool.
+        for _, group in groupby(recipes.items(), lambda item: (item[1].task, item[1].topology.workers, item[1].pipeline)):
+            same = dict(group)
+            with experiment.open_pool(next(iter(same.values())), processes) as pool:
+                diverged += simulate_all(same, pool, directory, begin, every, resume=True)
+    target = next(iter(recipes.values())).run.target_loss
+    finish(report.find(directory), directory, diverged, target, as_json=as_json)
 
 
 @app.command()
@@ -322,32 +358,68 @@ def _method_fields(text: str) -> tuple[str, dict[str, Any]]:
     return label, {"name": name, **dict.fromkeys(flags, True)}
 
 
-def run_all(recipes: list[Recipe], out: Path, processes: int | None, target_loss: float | None, *, as_json: bool) -> None:
+def run_all(
+    recipes: list[Recipe],
+    out: Path,
+    processes: int | None,
+    target_loss: float | None,
+    checkpoint_every: str | None = None,
+    *,
+    as_json: bool,
+) -> None:
     """Simulate `recipes`, which share task and topology, one after the other, and show them."""
     _check_target(target_loss)
+    every = None if checkpoint_every is None else parse_every(checkpoint_every)
     names = [f"{recipe.label}-seed{recipe.run.seed}" for recipe in recipes]
     for recipe in recipes:
         experiment.check_reachable(recipe)
         experiment.warn_of_divergence(recipe)
     with experiment.open_pool(recipes[0], processes) as pool, progress_of() as begin:
+        experiment.check_every(every, pool)
         if recipes[0].profile is None:
             profile = experiment.measure_profile(pool)  # once, so that all methods run on one clock
             recipes = [replace(recipe, profile=profile) for recipe in recipes]
         experiment.prepare_output(out, names)
-        finished: list[str] = []
-        diverged: list[str] = []
+        directories = {out / name: recipe for name, recipe in zip(names, recipes, strict=True)}
+        for directory, recipe in directories.items():  # so that those whose turn has not come can be resumed too
+            experiment.start_directory(directory, recipe)
         try:
-            for recipe, name in zip(recipes, names, strict=True):
-                try:
-                    experiment.simulate(recipe, pool, out / name, begin(name))
-                    finished.append(name)
-                except Diverged as error:  # one method's trouble is no reason to lose the others
-                    diverged.append(f"{error} (seed {recipe.run.seed})")
-        except KeyboardInterrupt:
-            _complain(f"interrupted; `archipel report {out}` shows what happened until then", 130)
+            diverged = simulate_all(directories, pool, out, begin, every)
+        except UserError:  # what cannot run as it is cannot be resumed
+            experiment.remove_unbegun(directories)
+            raise
+    finished = [directory for directory in directories if (directory / "summary.json").is_file()]
+    finish(finished, out, diverged, recipes[0].run.target_loss if target_loss is None else target_loss, as_json=as_json)
+
+
+def simulate_all(
+    recipes: dict[Path, Recipe],
+    pool: Pool | None,
+    out: Path,
+    begin: Callable[[str], experiment.Progress],
+    every: Every | None,
+    *,
+    resume: bool = False,
+) -> list[str]:
+    """Simulate recipes that share a pool, each in its run directory; a line for each one that diverged."""
+    diverged: list[str] = []
+    try:
+        for directory, recipe in recipes.items():
+            try:
+                experiment.simulate(recipe, pool, directory, begin(directory.name), every=every, resume=resume)
+            except Diverged as error:  # one method's trouble is no reason to lose the others
+                diverged.append(f"{error} (seed {recipe.run.seed})")
+    except KeyboardInterrupt:
+        _complain(
+            f"interrupted; `archipel resume {out}` goes on from here; `archipel report {out}` shows what happened until then", 130
+        )
+    return diverged
+
+
+def finish(finished: list[Path], out: Path, diverged: list[str], target_loss: float | None, *, as_json: bool) -> None:
+    """Show the runs in the directories `finished`, then complain about the others."""
     if finished:
-        target = recipes[0].run.target_loss if target_loss is None else target_loss
-        show([report.load(out / name) for name in finished], out, target, as_json=as_json)
+        show([report.load(directory) for directory in finished], out, target_loss, as_json=as_json)
     else:
         with suppress(OSError):
             out.rmdir()  # unless something else is in it

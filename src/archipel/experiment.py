@@ -13,13 +13,16 @@ import math
 import os
 import platform
 import shutil
+import signal
 import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,10 +31,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import archipel
-from archipel import methods, outer, theory
+from archipel import checkpoint, methods, outer, theory
 from archipel.actor import Actor, NodeId, Vector, World
+from archipel.checkpoint import Every, Surroundings
 from archipel.data import shards_of
-from archipel.errors import Diverged, UserError
+from archipel.errors import Diverged, TrainingError, UserError
 from archipel.metrics import Recorder
 from archipel.network import Network
 from archipel.pipeline import Pipeline, boundary_bytes, split
@@ -45,6 +49,12 @@ from archipel.vector import Layout
 
 Progress = Callable[[int, int, float], None]
 """Told (inner steps absorbed, inner steps planned, seconds on the engine's clock) while a run goes on."""
+CHECKPOINTS = "checkpoint"
+"""The folder of a run directory that holds its checkpoints, until the run has ended."""
+LEFT = {"recipe.yaml", "metrics.jsonl", "trace.json", "weights.safetensors", "summary.json", CHECKPOINTS}
+"""What can be in a run directory."""
+INTERRUPTED = "interrupted"
+"""What a summary says under `stopped` if Ctrl-C did it."""
 
 
 @contextlib.contextmanager
@@ -161,19 +171,75 @@ def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
     return math.ceil(recipe.run.tokens / tokens_per_step)
 
 
-def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progress = lambda *_: None) -> dict[str, Any]:
-    """Run `recipe` on the virtual clock and leave a run directory, whole or not at all; its summary.
+def simulate(
+    recipe: Recipe,
+    pool: Pool | None,
+    directory: Path,
+    progress: Progress = lambda *_: None,
+    *,
+    every: Every | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Run `recipe` on the virtual clock in the run directory `directory`; its summary, which is also the last file written there.
 
-    After Ctrl-C the directory holds what happened until then, and `KeyboardInterrupt` goes on.
+    A checkpoint is saved `every` so often and on Ctrl-C; then the directory also holds what happened until then, and
+    `KeyboardInterrupt` goes on. A second Ctrl-C does not wait for the checkpoint. What fails leaves the directory with
+    its checkpoints if it has any, and a run that would fail again none at all.
+
+    Args:
+        resume: go on from the newest sound checkpoint in `directory`, if there are any.
 
     Raises:
-        UserError: the recipe cannot run: an unreachable node, a loss that is not finite.
-        TrainingError: see `Simulator.run`.
+        UserError: the recipe cannot run: an unreachable node, a loss that is not finite. None of the checkpoints is sound.
+        TrainingError: see `Simulator.run` and `checkpoint.save`.
     """
     started = time.perf_counter()
     check_reachable(recipe)
-    profile = recipe.profile or measure_profile(pool)
-    recipe = replace(recipe, profile=profile)
+    check_every(every, pool)
+    recipe = replace(recipe, profile=recipe.profile or measure_profile(pool))
+    simulator = make_simulator(recipe, pool, progress)
+    if resume and checkpoint.checkpoints(directory / CHECKPOINTS):
+        started -= load_checkpoint(directory, recipe, simulator)
+    else:
+        start_directory(directory, recipe)
+    with interrupts() as interrupted:
+        try:
+            while True:
+                stopped = simulator.run(_when_to_save(every, simulator, interrupted))
+                if stopped is not None:
+                    break
+                try:
+                    save_checkpoint(directory, recipe, simulator, time.perf_counter() - started)
+                except (UserError, TrainingError) as error:
+                    if not interrupted():
+                        raise
+                    warnings.warn(f"{recipe.label}: {error}", stacklevel=2)
+                if interrupted():
+                    raise KeyboardInterrupt
+            summary = leave(directory, recipe, _ended(recipe, simulator, pool), stopped, time.perf_counter() - started)
+        except KeyboardInterrupt:
+            with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
+                simulator.collect_evaluations()  # those under way take a moment each
+            leave(directory, recipe, _ended(recipe, simulator, pool), INTERRUPTED, time.perf_counter() - started)
+            raise
+        except Exception as error:
+            if isinstance(error, UserError) or not checkpoint.checkpoints(directory / CHECKPOINTS):
+                shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, Diverged):
+                raise Diverged(f"{recipe.label}: {error}") from None
+            raise
+    if interrupted():
+        raise KeyboardInterrupt
+    return summary
+
+
+def make_simulator(recipe: Recipe, pool: Pool | None, progress: Progress = lambda *_: None) -> Simulator:
+    """A simulator that is ready to run `recipe`, which has a profile, from its start.
+
+    Raises:
+        UserError: the recipe cannot run.
+    """
+    assert recipe.profile is not None
     tokens_per_step = pool.task.tokens_per_step if pool else None
     steps, seed, workers = planned_steps(recipe, tokens_per_step), recipe.run.seed, recipe.topology.workers
     pipeline = pipeline_of(recipe)
@@ -191,15 +257,14 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
             parameters=tuple(layout.parameters for layout in layouts),
             clips=pool.task.gradient_clip is not None,
         )
-    recorder = Recorder(on_progress=lambda absorbed, now: progress(min(absorbed, steps), steps, now))
     trainer: Trainer = pool or NoTraining()
-    simulator = Simulator(
+    return Simulator(
         actors,
         workers,
         Network(recipe.topology, np.random.default_rng((seed, 0x2E7))),
-        profile,
+        recipe.profile,
         trainer,
-        recorder,
+        Recorder(on_progress=lambda absorbed, now: progress(min(absorbed, steps), steps, now)),
         Stop(steps, recipe.run.seconds, recipe.run.target_loss),
         evaluate_every=max(1, steps // recipe.run.evaluations),
         tokens_per_step=tokens_per_step,
@@ -207,16 +272,86 @@ def simulate(recipe: Recipe, pool: Pool | None, directory: Path, progress: Progr
         seed=seed,
         pipeline=pipeline,
     )
+
+
+# Saving and going on
+
+
+def check_every(every: Every | None, pool: Pool | None) -> None:
+    """Raise a `UserError` if checkpoints are to be saved after so many tokens and nothing is trained."""
+    if every and every.tokens is not None and pool is None:
+        raise UserError(f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds on this machine, such as 600s")
+
+
+def _when_to_save(every: Every | None, simulator: Simulator, interrupted: Callable[[], bool]) -> Callable[[], bool]:
+    """Tells when the next checkpoint is due: on Ctrl-C, or the first of those `every` so often from now on."""
+    match every:
+        case Every(tokens=int(tokens)):
+            assert simulator.tokens_per_step is not None
+            per_step = simulator.tokens_per_step
+            mark = (simulator.absorbed * per_step // tokens + 1) * tokens
+            return lambda: interrupted() or simulator.absorbed * per_step >= mark
+        case Every(seconds=float(seconds)):
+            end_s = time.monotonic() + seconds
+            return lambda: interrupted() or time.monotonic() >= end_s
+        case _:
+            return interrupted
+
+
+def save_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float) -> Path:
+    """Save a run between two of its events, in its run directory; where. It has taken `wall_s` so far.
+
+    Raises:
+        UserError, TrainingError: see `checkpoint.save`; and a process of the pool may have died.
+    """
+    trainer = simulator.trainer.state()  # first: it waits for all jobs, whose results are part of the simulator's state
+    state = {"trainer": trainer, "simulator": simulator.state(), "wall_s": wall_s}
+    surroundings = _surroundings(recipe, simulator)
+    return checkpoint.save(directory / CHECKPOINTS, simulator.events, state, surroundings, _recipe_text(directory))
+
+
+def load_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator) -> float:
+    """Put a simulator that has not run where the newest sound checkpoint was saved; the seconds that the run had taken.
+
+    Raises:
+        UserError: there is none.
+    """
+    state = checkpoint.load(directory / CHECKPOINTS, _surroundings(recipe, simulator), _recipe_text(directory))
+    simulator.trainer.restore(state["trainer"])
+    simulator.restore(state["simulator"])
+    return float(state["wall_s"])
+
+
+def _surroundings(recipe: Recipe, simulator: Simulator) -> Surroundings:
+    things = {"simulator": simulator, "trainer": simulator.trainer, "on_progress": simulator.recorder.on_progress}
+    return Surroundings(things, [cast(ModuleType, methods.load(recipe.method))])
+
+
+def _recipe_text(directory: Path) -> str:
+    return (directory / "recipe.yaml").read_text()
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Put Ctrl-C off, and tell whether it has been pressed. The second one is a `KeyboardInterrupt` at once, as ever."""
+    pressed = threading.Event()
+
+    def press(*_: object) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    # Only the main thread may; and a program that has its own way with Ctrl-C keeps it.
+    usual = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, press)
     try:
-        stopped = simulator.run()
-    except Diverged as error:
-        raise Diverged(f"{recipe.label}: {error}") from None
-    except KeyboardInterrupt:
-        with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
-            simulator.collect_evaluations()  # those under way take a moment each
-        leave(directory, recipe, _ended(recipe, simulator, pool), "interrupted", time.perf_counter() - started)
-        raise
-    return leave(directory, recipe, _ended(recipe, simulator, pool), stopped, time.perf_counter() - started)
+        yield pressed.is_set
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What a run leaves
 
 
 @dataclass(frozen=True)
@@ -319,34 +454,101 @@ def in_stages(recipe: Recipe) -> str:
     return f", {recipe.replicas} replicas in {pipeline.stages} stages (GPipe's schedule, {pipeline.micro_batches} micro-batches)"
 
 
+def start_directory(directory: Path, recipe: Recipe) -> None:
+    """Make a run directory that holds `recipe.yaml` alone; a run directory that was there before is gone.
+
+    Raises:
+        UserError: there is something else.
+    """
+    if directory.exists():
+        if not is_run_directory(directory):
+            raise UserError(f"{directory} is there already and is not a run directory")
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    try:
+        with _replacing(directory / "recipe.yaml") as path:
+            path.write_text(recipe.to_yaml())
+    except OSError:
+        directory.rmdir()
+        raise
+
+
 def leave(directory: Path, recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
-    """Write the run directory under another name, then give it its own; the summary."""
-    summary = summarize(recipe, ended, stopped, wall_s)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as name:
-        temporary = Path(name) / directory.name
-        temporary.mkdir()
-        (temporary / "recipe.yaml").write_text(recipe.to_yaml())
-        (temporary / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        ended.recorder.write_metrics(temporary / "metrics.jsonl")
-        ended.recorder.write_trace(temporary / "trace.json", ended.nodes, ended.time_s)
-        if ended.layout is not None:
-            weights = {name: tensor.clone() for name, tensor in ended.layout.named(outer.mean(ended.parts)).items()}
+    """Write what a run leaves into its directory: each file whole or not at all, and the summary last."""
+    summary, recorder = summarize(recipe, ended, stopped, wall_s), ended.recorder
+    with _replacing(directory / "metrics.jsonl") as path:
+        recorder.write_metrics(path)
+    with _replacing(directory / "trace.json") as path:
+        recorder.write_trace(path, ended.nodes, ended.time_s)
+    if ended.layout is not None:
+        weights = {name: tensor.clone() for name, tensor in ended.layout.named(outer.mean(ended.parts)).items()}
+        with _replacing(directory / "weights.safetensors") as path:
             try:
-                save_file({**weights, **ended.integers}, temporary / "weights.safetensors")
+                save_file({**weights, **ended.integers}, path)
             except SafetensorError as error:
                 raise OSError(errno.EIO, str(error), str(directory / "weights.safetensors")) from None
-        if directory.exists():
-            shutil.rmtree(directory)
-        temporary.rename(directory)
+    with _replacing(directory / "summary.json") as path:
+        path.write_text(json.dumps(summary, indent=2) + "\n")
+    if stopped != INTERRUPTED:
+        checkpoint.flush(directory)
+        shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)  # the weights are there
     return summary
 
 
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Another name to write a file under; when that is done and on disk, it takes the name `path`, and an older file's place."""
+    temporary = path.with_name(f".{path.name}")
+    try:
+        yield temporary
+        checkpoint.flush(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_run_directory(directory: Path) -> bool:
+    """A run has left its summary in it, or has begun in it and nobody has put anything else there."""
+    names = {path.name.removeprefix(".") for path in directory.iterdir()} if directory.is_dir() else set()
+    return "summary.json" in names or ("recipe.yaml" in names and names <= LEFT)
+
+
+def is_finished(directory: Path) -> bool:
+    """A run directory's run has ended, and not by Ctrl-C."""
+    try:
+        return bool(json.loads((directory / "summary.json").read_text())["stopped"] != INTERRUPTED)
+    except FileNotFoundError:
+        return False
+    except (ValueError, LookupError, TypeError):
+        return True  # by some other hand: not ours to go on with
+
+
+def unfinished(directory: Path) -> list[Path]:
+    """The run directories right in a folder whose runs have not ended, by name; or the folder itself if it is one."""
+    found = [directory] if (directory / "recipe.yaml").is_file() else sorted(p.parent for p in directory.glob("*/recipe.yaml"))
+    return [path for path in found if is_run_directory(path) and not is_finished(path)]
+
+
+def check_resumable(directory: Path, recipe: Recipe) -> None:
+    """Raise a `UserError` if `directory` has no checkpoint and its `recipe.yaml` is one that the user wrote, not a run's."""
+    if not checkpoint.checkpoints(directory / CHECKPOINTS) and _recipe_text(directory) != recipe.to_yaml():
+        path = directory / "recipe.yaml"
+        raise UserError(f"{path} is not as a run leaves it, so there is nothing to resume; `archipel run {path}` starts a run")
+
+
+def remove_unbegun(directories: Iterable[Path]) -> None:
+    """Remove run directories that have neither a checkpoint nor a summary."""
+    for directory in directories:
+        if not (directory / "summary.json").is_file() and not checkpoint.checkpoints(directory / CHECKPOINTS):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
 def prepare_output(out: Path, names: list[str]) -> None:
-    """Make the folder `out`, in which the run directories `names` will lie; earlier runs of those names are replaced.
+    """Make the folder `out`, in which the run directories `names` will lie; earlier runs of those names will be replaced.
 
     Raises:
-        UserError: it cannot be made or written to, or a name is taken by something that is not a run directory.
+        UserError: it cannot be made or written to, a name is taken by something that is not a run directory, or by a run that has
+            not ended and could.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -356,5 +558,10 @@ def prepare_output(out: Path, names: list[str]) -> None:
         raise UserError(f"--out {out}: {error.strerror}") from None
     for name in names:
         taken = out / name
-        if taken.exists() and not (taken / "summary.json").is_file():
+        if taken.exists() and not is_run_directory(taken):
             raise UserError(f"--out {out}: {taken} is there already and is not a run directory")
+        if checkpoint.checkpoints(taken / CHECKPOINTS) and not is_finished(taken):
+            raise UserError(
+                f"--out {out}: {taken} is a run that has not ended; `archipel resume {taken}` goes on with it; "
+                f"to start anew, remove it or choose another --out"
+            )

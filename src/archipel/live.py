@@ -835,4 +835,5 @@ def _leave(
         modelled=modelled if recipe.live.pace == "profile" else "",
         processes=len(recipe.topology.workers) * recipe.live.processes,
     )
+    experiment.start_directory(directory, recipe)
     return experiment.leave(directory, recipe, ended, stopped, time.perf_counter() - wall_s)

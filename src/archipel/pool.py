@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, Protocol
@@ -75,6 +75,11 @@ class Trainer(Protocol):
 
     def evaluate(self, theta: Vector, due_s: float) -> Promise: ...
 
+    def state(self) -> Any:
+        """What `restore` needs to go on from here, when all that was asked for so far has been computed."""
+
+    def restore(self, state: Any) -> None: ...
+
 
 class NoTraining:
     """For `task: none`: every vector is empty, and every result is there at once."""
@@ -100,22 +105,26 @@ class NoTraining:
     def evaluate(self, theta: Vector, due_s: float) -> Promise:
         return Done(None)
 
+    def state(self) -> None:
+        return None
+
+    def restore(self, state: None) -> None:
+        pass
+
 
 @dataclass
 class Job:
-    """One job and, once it has been computed, its result."""
+    """One job and, once it has been computed, its losses or why it failed: plain data, so that it can be saved."""
 
     pool: Pool
     what: str
     arguments: tuple[Any, ...]
-    finish: Callable[[Any], Any]
     losses: Any = None  # a list; of a pipeline's inner steps, a list for each replica
     failure: tuple[str, str] | None = None
 
     def result(self) -> Any:
         self.pool.compute(self)
-        assert self.losses is not None
-        return self.finish(self.losses)
+        return self.pool.answer(self)
 
     @property
     def done(self) -> bool:
@@ -124,13 +133,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Part:
-    """One node's answer from a job of many."""
+    """One node's answer from a pipeline's job; `rank` is the node's."""
 
     job: Job
-    finish: Callable[[Any], Any]
+    rank: int
 
     def result(self) -> Any:
-        return self.finish(self.job.result())
+        pool = self.job.pool
+        pool.compute(self.job)
+        return pool.answer_of_node(self.job, self.rank)
 
 
 @dataclass(frozen=True)
@@ -231,7 +242,7 @@ class Pool:
         slot.copy_(theta)
         arguments = (rank, steps, progress, self.cursors[rank])
         self.cursors[rank] += steps
-        return self._submit(due_s, "train", arguments, lambda losses: Trained(self._taken(rank), steps, tuple(losses)))
+        return self._submit(due_s, "train", arguments)
 
     def gradient(self, worker: NodeId, theta: Vector, due_s: float) -> Promise:
         rank = self.rank[worker]
@@ -239,14 +250,14 @@ class Pool:
         slot.copy_(theta)
         arguments = (rank, self.cursors[rank])
         self.cursors[rank] += 1
-        return self._submit(due_s, "gradient", arguments, lambda losses: Gradient(self._taken(rank), losses[0]))
+        return self._submit(due_s, "gradient", arguments)
 
     def apply(self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float) -> Promise:
         rank = self.rank[worker]
         slot = self.workers[rank].theta
         slot.copy_(theta)
         self.workers[rank].gradient.copy_(gradient)
-        return self._submit(due_s, "apply", (rank, progress), lambda losses: Trained(self._taken(rank), 1, ()))
+        return self._submit(due_s, "apply", (rank, progress))
 
     def train_stages(
         self, team: Sequence[int], thetas: Sequence[Vector], steps: int, progress: Sequence[int], due_s: float
@@ -257,26 +268,19 @@ class Pool:
         for rank, theta in zip(ranks, thetas, strict=True):
             self.workers[rank].theta.copy_(theta)
             self.cursors[rank] += steps
-        job = self._submit(due_s, "train_stages", (tuple(team), steps, tuple(progress), cursor), lambda losses: losses)
-        stages = self.pipeline.stages
-
-        def part(rank: int) -> Part:
-            replica, stage = divmod(rank, stages)
-            last = stage == stages - 1  # where losses are computed
-            return Part(job, lambda losses: Trained(self._taken(rank), steps, tuple(losses[replica]) if last else ()))
-
-        return [part(rank) for rank in ranks]
+        job = self._submit(due_s, "train_stages", (tuple(team), steps, tuple(progress), cursor))
+        return [Part(job, rank) for rank in ranks]
 
     def evaluate(self, theta: Vector, due_s: float) -> Promise:
         while not self.free:
             self._step(block=True)
         slot = self.free.pop()
         self.evaluations[slot].copy_(theta)
-        return self._submit(due_s, "evaluate", (slot,), lambda losses: losses[0])
+        return self._submit(due_s, "evaluate", (slot,))
 
     def measure_step_time_s(self) -> float:
         """Seconds of one inner step in one process while the others are idle: the median of 20, after 5."""
-        return float(self._submit(0.0, "measure", (), lambda losses: losses[0]).result())
+        return float(self._submit(0.0, "measure", ()).result())
 
     def integers(self) -> dict[str, Tensor]:
         """The integer buffers of the model: of each, the largest value that any worker had when its last result was taken."""
@@ -285,6 +289,28 @@ class Pool:
             for name, tensor in zip(self._stage_of(worker).layout.integers, taken, strict=True):
                 found.setdefault(name, []).append(tensor)
         return {name: torch.stack(tensors).amax(dim=0) for name, tensors in found.items()}
+
+    def answer(self, job: Job) -> Any:
+        """What a job that has been computed is for the engine: a message of its worker's vector, or a loss."""
+        losses = job.losses
+        match job.what, job.arguments:
+            case "train", (rank, steps, *_):
+                return Trained(self._taken(rank), steps, tuple(losses))
+            case "gradient", (rank, _):
+                return Gradient(self._taken(rank), losses[0])
+            case "apply", (rank, _):
+                return Trained(self._taken(rank), 1, ())
+            case (("evaluate" | "measure"), _):
+                return losses[0]
+            case _:
+                raise AssertionError(job.what)
+
+    def answer_of_node(self, job: Job, rank: int) -> Trained:
+        """What a pipeline's job that has been computed is for the node `rank`; the last stage has the losses."""
+        assert self.pipeline is not None
+        replica, stage = divmod(rank, self.pipeline.stages)
+        last = stage == self.pipeline.stages - 1
+        return Trained(self._taken(rank), job.arguments[1], tuple(job.losses[replica]) if last else ())
 
     def _taken(self, rank: int) -> Vector:
         """A worker's result. Its integer buffers are noted now, in the engine's order: its next job may change them at any time."""
@@ -305,6 +331,29 @@ class Pool:
             kind, message = job.failure
             raise Diverged(message) if kind == NonFiniteLoss.__name__ else TrainingError(message)
 
+    # Saving
+
+    def state(self) -> dict[str, Any]:
+        """All that a run has changed here, once every job has been computed; jobs themselves are with those who wait for them.
+
+        The tensors are those of the shared memory: read them before the next job.
+
+        Raises:
+            TrainingError: a process died.
+        """
+        while self.waiting or any(process.job for process in self.processes):
+            self._step(block=True)
+        return {"workers": self.workers, "cursors": self.cursors, "taken": self.taken}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state()` gave, right after `begin`."""
+        for memory, saved in zip(self.workers, state["workers"], strict=True):
+            memory.theta.copy_(saved.theta)
+            memory.gradient.copy_(saved.gradient)
+            for tensor, kept in zip(memory.state, saved.state, strict=True):
+                tensor.copy_(kept)
+        self.cursors, self.taken = state["cursors"], state["taken"]
+
     def close(self) -> None:
         """End all processes, whatever they are doing."""
         for process in self.processes:
@@ -317,8 +366,8 @@ class Pool:
             os.close(self.memory)
             self.memory = -1
 
-    def _submit(self, due_s: float, what: str, arguments: tuple[Any, ...], finish: Callable[[list[float]], Any]) -> Job:
-        job = Job(self, what, arguments, finish)
+    def _submit(self, due_s: float, what: str, arguments: tuple[Any, ...]) -> Job:
+        job = Job(self, what, arguments)
         heapq.heappush(self.waiting, (due_s, self.submitted, job))
         self.submitted += 1
         self._step(block=False)

@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +110,13 @@ class SharedLink:
     version: int = 0
 
 
+FIXED = (
+    "network", "profile", "trainer", "stop", "evaluate_every", "tokens_per_step", "parameters", "seed", "pipeline", "step_time_s",
+    "vector_bytes",
+)  # fmt: skip
+"""What a simulator is made with and never changes; all its other attributes are its state."""
+
+
 class Simulator:
     """Runs `actors` until a stop rule holds.
 
@@ -158,6 +166,7 @@ class Simulator:
         self.changed = False
         self.heap: list[tuple[float, int, Event]] = []
         self.sequence = 0
+        self.events = 0  # that have happened
         self.training: set[NodeId] = set()
         self.unabsorbed: dict[NodeId, int] = {}  # inner steps since the model to take home last changed
         self.gathering: dict[Group, dict[NodeId, Vector]] = {}
@@ -167,16 +176,20 @@ class Simulator:
         self.shared: dict[tuple[str, str], SharedLink] = {}
         self.evaluations: list[tuple[Evaluation, Promise, list[Promise]]] = []
 
-    def run(self) -> str:
+    def run(self, pause: Callable[[], bool] = lambda: False) -> str | None:
         """Run to the end; the name of the stop rule that ended it: `steps`, `seconds` or `target_loss`.
+
+        `pause` is asked after each event; if it says so, this returns None, and another call goes on with the next one.
 
         Raises:
             Diverged: a loss is not finite.
             TrainingError: nothing can happen any more (a deadlock), or training failed.
         """
-        for node in self.actors:
-            self.push(0.0, Deliver(node, Start(), node))
-        reason = self._evaluate_at_marks()
+        reason = None
+        if not self.sequence:  # nothing has happened
+            for node in self.actors:
+                self.push(0.0, Deliver(node, Start(), node))
+            reason = self._evaluate_at_marks()
         while reason is None:
             if self.changed and (not self.heap or self.heap[0][0] > self.now):  # all of this moment has happened
                 self.changed = False
@@ -189,6 +202,7 @@ class Simulator:
                 self.now, reason = self.stop.seconds, "seconds"
                 break
             self.now = time_s
+            self.events += 1
             match event:
                 case Deliver(to=to, message=message, sender=sender):
                     self._handle(to, message, sender)
@@ -198,10 +212,21 @@ class Simulator:
                     self._drain(event)
                 case Tally(messages=messages, sent_bytes=sent_bytes, slow_link_bytes=slow_link_bytes):
                     self.recorder.counts(messages, sent_bytes, slow_link_bytes)
+            if pause():
+                return None
         if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps < self.absorbed:
             self._evaluate()
         self.collect_evaluations()
         return reason
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a run changes, the trainer's part apart; to be read before anything else happens."""
+        return {name: value for name, value in vars(self).items() if name not in FIXED} | {"network_rng": self.network.rng}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state()` gave; this simulator must have been made with the same arguments and not have run."""
+        self.network.rng = state["network_rng"]
+        vars(self).update({name: value for name, value in state.items() if name != "network_rng"})
 
     @property
     def absorbed(self) -> int:
