@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -367,6 +367,7 @@ class Ended:
         task, layout: what was trained, and where its weights lie in a vector; None if nothing was.
         integers: the model's integer buffers by name.
         real, modelled: what took place, and what formulas stand for.
+        clock: the engine's, `modelled` or `measured`.
         processes: that took inner steps.
     """
 
@@ -382,6 +383,7 @@ class Ended:
     integers: dict[str, Tensor]
     real: str
     modelled: str
+    clock: Literal["modelled", "measured"]
     processes: int
 
 
@@ -403,6 +405,7 @@ def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         modelled=f"the clock: topology {recipe.topology.name}, profile {profile.name} "
         f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
         + in_stages(recipe),
+        clock="modelled",
         processes=len(pool.processes) if pool else 0,
     )
 
@@ -434,6 +437,7 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "workers": len(workers),
         "real": ended.real,
         "modelled": ended.modelled,
+        "clock": ended.clock,
         "settings": recipe.config.model_dump(mode="json")
         | (recipe.pipeline.model_dump(mode="json") if recipe.pipeline.stages > 1 else {}),
         "changed": {name: list(pair) for name, pair in recipe.changed().items()},
@@ -514,9 +518,10 @@ def is_run_directory(directory: Path) -> bool:
 
 
 def is_finished(directory: Path) -> bool:
-    """A run directory's run has ended, and not by Ctrl-C."""
+    """A run directory's run has ended, and not by Ctrl-C; or it was a live one, which cannot go on."""
     try:
-        return bool(json.loads((directory / "summary.json").read_text())["stopped"] != INTERRUPTED)
+        summary = json.loads((directory / "summary.json").read_text())
+        return bool(summary["stopped"] != INTERRUPTED or summary.get("clock") == "measured")
     except FileNotFoundError:
         return False
     except (ValueError, LookupError, TypeError):

@@ -833,6 +833,7 @@ def _leave(
         real=(f"gradients of {task.description}" if task else "no gradients (task none)")
         + f"; the clock and the bytes, measured on {len(used)} machine{'s' * (len(used) > 1)}",
         modelled=modelled if recipe.live.pace == "profile" else "",
+        clock="measured",
         processes=len(recipe.topology.workers) * recipe.live.processes,
     )
     experiment.start_directory(directory, recipe)
