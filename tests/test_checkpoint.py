@@ -487,7 +487,7 @@ class Workshop:
             experiment.start_directory(directory, one)
             reason = simulator.run()
             assert reason
-            experiment._leave(directory, one, simulator, self.pool(one), reason, 0.0)
+            experiment.leave(directory, one, experiment._ended(one, simulator, self.pool(one)), reason, 0.0)
             self.left[kind] = simulator.events, files(directory)
         return self.left[kind]
 
