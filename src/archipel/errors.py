@@ -21,9 +21,9 @@ class TrainingError(Exception):
     """Training could not go on: a deadlock, a pool process that died, an exception in the user's task. Exit code 1."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing if no known name is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def nearest(name: object, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing if no known name is near. In YAML a name may turn out to be a number or a date."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
