@@ -28,7 +28,6 @@ from bench import paired
 
 HERE = Path(__file__).parent
 TASK = {"name": "stdlib", "layers": 4, "width": 128, "heads": 4, "sequence": 128, "batch_size": 8, "valid_sequences": 1}
-LOOP = f"import torch; torch.set_num_threads(1); from bench import bare_loop; print(bare_loop({{}}, **{TASK!r}))"
 
 
 def recipe(workers: int, steps: int, method: Any, task: Any) -> Recipe:
@@ -49,7 +48,8 @@ def live_tokens_per_s(workers: int, steps: int, folder: Path) -> float:
 
 
 def bare_tokens_per_s(workers: int, steps: int) -> float:
-    command = [sys.executable, "-c", LOOP.format(steps)]
+    loop = f"import torch; torch.set_num_threads(1); from bench import bare_loop; print(bare_loop({steps}, **{TASK!r}))"
+    command = [sys.executable, "-c", loop]
     loops = [subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True) for _ in range(workers)]
     return sum(float(loop.communicate()[0]) for loop in loops)
 

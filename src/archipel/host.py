@@ -400,6 +400,7 @@ class Host:
                     raise
                 except Exception as error:
                     raise TrainingError(f"{self.me} failed at {place_of(error)}: {type(error).__name__}: {error}") from error
+            del item  # so that the memory of its vectors is free for the next ones
             item = self.mailbox.get()
         if self.setup.shard is not None:
             self.thread.shutdown(wait=False, cancel_futures=True)

@@ -209,6 +209,7 @@ def session(address: str | None) -> Iterator[None]:
 
     Raises:
         UserError: there is no cluster at `address`, or it does not let us in.
+        TrainingError: a private one did not start.
     """
     if ray.is_initialized():
         yield
@@ -220,7 +221,10 @@ def session(address: str | None) -> Iterator[None]:
             if before["RAY_AUTH_MODE"] is None:
                 os.environ["RAY_AUTH_TOKEN"] = TOKEN  # Ray then asks for it, and leaves no token in the user's home
             # Ray makes its workers nice to others, by 15, unless it is told not to.
-            ray.init(address="local", include_dashboard=False, _system_config={"worker_niceness": 0}, **quiet)
+            try:
+                ray.init(address="local", include_dashboard=False, _system_config={"worker_niceness": 0}, **quiet)
+            except Exception as error:  # Ray raises all kinds, and gives up after 30 s on a machine that is very busy
+                raise TrainingError(f"Ray did not start: {' '.join(str(error).split())[:400]}") from None
         else:
             try:
                 ray.init(address=address, **quiet)
