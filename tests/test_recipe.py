@@ -10,7 +10,7 @@ import pytest
 
 from archipel import methods
 from archipel.errors import UserError
-from archipel.recipe import PipelineConfig, Recipe, RunConfig, parse_override, parse_recipe, read_recipe
+from archipel.recipe import LiveConfig, PipelineConfig, Recipe, RunConfig, parse_override, parse_recipe, read_recipe
 from archipel.task import StdlibTask
 from archipel.topology import PRESETS, PROFILES, Profile, load_topology
 from archipel.yamlfile import parse
@@ -57,6 +57,7 @@ def test_only_the_method_is_required() -> None:
         task=StdlibTask(),
         run=RunConfig(steps=None, tokens=None, seconds=None, target_loss=None, seed=0, evaluations=25),
         pipeline=PipelineConfig(stages=1, micro_batches=4, routing="random"),
+        live=LiveConfig(pace="none", gpu_fraction=1.0, processes=1, deadline_s=60.0),
     )
 
 
