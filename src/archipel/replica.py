@@ -202,11 +202,7 @@ class Replica:
         """One step of the optimizer; `norm` is that of the whole model's gradient, of which this one may be a part."""
         if self.task.gradient_clip is not None:
             self.gradient.mul_(torch.clamp(self.task.gradient_clip / (norm + 1e-6), max=1.0))
-        if self.task.schedule is not None:
-            workers = self.run.workers
-            factor = self.task.schedule.factor(progress / workers, self.run.total_steps / workers)
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+        set_learning_rate(self.optimizer, self.task, self.run, progress)
         self.optimizer.step()
         self._copy_masters()
 
@@ -335,6 +331,14 @@ def loss_of(task: Task, module: nn.Module, batch: Batch, device: torch.device) -
     """The task's loss of `module` on a batch, in the task's precision."""
     with torch.autocast(device.type, task.autocast, enabled=task.autocast is not None):
         return task.loss(module, _to_device(batch, device))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, task: Task, run: Run, progress: int) -> None:
+    """That of the inner step at which all workers together have taken `progress`. Groups hold their peak as `initial_lr`."""
+    if task.schedule is not None:
+        factor = task.schedule.factor(progress / run.workers, run.total_steps / run.workers)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
 
 
 def check_loss(loss: Any) -> None:

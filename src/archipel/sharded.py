@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from archipel.data import Shard
 from archipel.pipeline import micro
-from archipel.replica import Run, check_loss, finite, loss_of, seed_step
+from archipel.replica import Run, check_loss, finite, loss_of, seed_step, set_learning_rate
 from archipel.task import Task
 from archipel.vector import Layout, float_buffers, integer_buffers, parameters
 
@@ -146,11 +146,7 @@ class ShardedReplica:
             factor = float(torch.clamp(self.task.gradient_clip / (norm + 1e-6), max=1.0))
             for gradient in gradients:
                 gradient.mul_(factor)
-        if self.task.schedule is not None:
-            workers = self.run.workers
-            factor = self.task.schedule.factor(progress / workers, self.run.total_steps / workers)
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+        set_learning_rate(self.optimizer, self.task, self.run, progress)
         self.optimizer.step()
 
     def _part(self, whole: Tensor, parameter: DTensor) -> DTensor:
