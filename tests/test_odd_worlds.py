@@ -1,0 +1,76 @@
+"""Worlds that nobody would build: every method runs in them, or refuses with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archipel import experiment, methods
+from archipel.errors import UserError
+from archipel.recipe import Recipe, parse_recipe
+
+DEFAULT = {"bandwidth_gbit_s": 1.0, "latency_ms": 5.0}
+WORLDS = {
+    "one worker": {"a": [1.0]},
+    "two workers": {"a": [1.0, 0.3]},
+    "three workers": {"a": [1.0, 0.5, 0.2]},
+    "a region with one worker": {"a": [1.0, 1.0, 0.7, 0.7], "b": [0.1]},
+    "every region with one worker": {"a": [1.0], "b": [0.5], "c": [0.3]},
+    "an empty region": {"a": [1.0, 1.0], "b": []},
+}
+
+
+def odd(method: str, regions: dict[str, list[float]], **settings: Any) -> Recipe:
+    known = methods.load(method).Config.model_fields
+    small = {key: value for key, value in {"inner_steps": 3, "accumulate": 2, **settings}.items() if key in known}
+    return parse_recipe(
+        {
+            "method": {"name": method, **small},
+            "topology": {"regions": regions, "default": DEFAULT},
+            "task": "none",
+            "run": {"steps": 60, "evaluations": 2},
+        }
+    )
+
+
+def run(recipe: Recipe, out: Path) -> dict[str, Any]:
+    experiment.check_reachable(recipe)
+    return experiment.simulate(recipe, None, out)
+
+
+@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("world", WORLDS)
+def test_it_runs(method: str, world: str, tmp_path: Path) -> None:
+    summary = run(odd(method, WORLDS[world]), tmp_path / "run")
+    assert summary["stopped"] == "steps"
+    assert 60 <= summary["inner_steps"] <= 60 + 3 * 5 * 3  # at most one round of everybody further
+    assert summary["time_s"] > 0
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_one_inner_step_at_a_time(method: str, tmp_path: Path) -> None:
+    summary = run(odd(method, WORLDS["two workers"], inner_steps=1), tmp_path / "run")
+    assert 60 <= summary["inner_steps"] <= 64
+
+
+def test_a_group_larger_than_the_world(tmp_path: Path) -> None:
+    summary = run(odd("noloco", WORLDS["three workers"], group_size=50), tmp_path / "run")
+    assert summary["outer_steps"] == 60 // (3 * 3) + 1
+
+
+def test_a_server_for_every_worker(tmp_path: Path) -> None:
+    summary = run(odd("halos", WORLDS["three workers"], workers_per_server=1), tmp_path / "run")
+    assert summary["local_updates"] >= 2 * summary["outer_steps"]
+
+
+def test_more_updates_to_a_report_than_the_run_has(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="outer steps come too seldom; lower inner_steps or accumulate, or give it more steps"):
+        run(odd("halos", WORLDS["three workers"], accumulate=10_000), tmp_path / "run")
+
+
+def test_more_inner_steps_than_the_run_has(tmp_path: Path) -> None:
+    summary = run(odd("diloco", WORLDS["two workers"], inner_steps=500), tmp_path / "run")
+    assert summary["inner_steps"] == 1000  # one whole round
+    assert summary["outer_steps"] == 1
