@@ -19,7 +19,7 @@ from torch.func import functional_call
 from archipel import experiment, report
 from archipel.actor import NodeId
 from archipel.data import Shard, shards_of
-from archipel.errors import TrainingError, UserError
+from archipel.errors import UserError
 from archipel.metrics import Recorder
 from archipel.network import Network
 from archipel.pipeline import Pipeline, Routing, Stages, cut, join, micro, norm_end_s, split, step_end_s
@@ -395,7 +395,7 @@ def test_a_batch_is_cut_along_its_first_dimension() -> None:
     assert second["pair"][0].tolist() == [3, 4, 5]
     assert second["pair"][1][0].tolist() == [1.0] * 3
     assert second["name"] == "b"
-    with pytest.raises(ValueError, match=r"pipeline.micro_batches = 4 does not divide a batch of shape \(6,\)"):
+    with pytest.raises(UserError, match=r"4 equal parts cannot be made of a batch of shape \(6,\)"):
         micro(torch.ones(6), 4)
 
 
@@ -503,17 +503,21 @@ def test_the_measured_profile_has_the_activations_of_a_batch() -> None:
         ({"pipeline": {"routing": "fix"}}, UserError, "pipeline.routing = 'fix': should be 'random' or 'fixed'"),
         ({"pipeline": 2}, UserError, "pipeline = 2: expected keys such as `stages: 2`"),
         ({"method": "halos"}, UserError, "pipeline.stages = 2: halos cannot run in stages, for it has nodes that are no workers: "),
-        ({"method": "sync_sgd"}, UserError, "this method asks for single gradients, which a model in stages does not give"),
+        (
+            {"method": "sync_sgd"},
+            UserError,
+            "sync_sgd: pipeline: this method asks for single gradients, which a model in stages does not give",
+        ),
         (
             {"method": {"name": "noloco", "dynamic_steps": True, "inner_steps": 9}},
             UserError,
-            "the nodes of a pipeline must take equally many inner steps (without dynamic_steps), not a/w0: 9, ",
+            "pipeline.stages = 2: noloco cannot run in stages with dynamic_steps, for all nodes of a pipeline take equally many",
         ),
         ({"task": {**SMALL, "tied": True}}, UserError, "'head.logits.weight' of stage 1 is also in stage 0; untie them"),
         (
             {"pipeline": {"stages": 2, "micro_batches": 3}},
-            TrainingError,
-            "pipeline.micro_batches = 3 does not divide a batch of shape (4, 9)",
+            UserError,
+            "pipeline.micro_batches = 3: 3 equal parts cannot be made of a batch of shape (4, 9)",
         ),
     ],
 )

@@ -383,3 +383,20 @@ def test_runs_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
     text = r"^the runs called 'halos \(same\)' are not seeds of one experiment; put them in folders of different names$"
     with pytest.raises(ReportError, match=text):
         report.distinguish(runs)
+
+
+def test_clocks_are_not_compared_and_interrupted_runs_set_no_target(tmp_path: Path) -> None:
+    """A live run's seconds are measured, a simulated one's modelled: each is compared within its kind only."""
+    slow = write_run(tmp_path / "sim" / "slow", "slow", [3.0, 2.0], clock="modelled")
+    fast = write_run(tmp_path / "sim" / "fast", "fast", [3.0, 1.9], clock="modelled", every_s=5.0)
+    live = write_run(tmp_path / "live" / "slow", "slow", [3.0, 2.0], clock="measured", modelled="")
+    cut = write_run(tmp_path / "cut" / "slow", "slow", [3.0, 2.9], clock="measured", modelled="", stopped="interrupted")
+    runs = report.distinguish([slow, fast, live, cut])
+    assert [run.summary["label"] for run in runs] == ["slow", "fast", "slow (live)", "slow (live, interrupted)"]
+    target = report.target_loss(runs)
+    assert target == 2.0
+    speed_up = {row["label"]: row["speed_up"] for row in report.rows(runs, target)}
+    assert speed_up["slow (live)"] == 1.0
+    assert speed_up["slow (live, interrupted)"] is None
+    assert speed_up["fast"] > speed_up["slow"] == 1.0
+    assert report.as_json(runs, target)["modelled"] == "clock: topology halos-4x4, profile pythia-70m-h100"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from pydantic import BaseModel
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -29,7 +30,18 @@ from archipel import experiment, latency, methods, report, studies, theory, theo
 from archipel.checkpoint import Every, parse_every
 from archipel.errors import Diverged, TrainingError, UserError, nearest
 from archipel.pool import Pool
-from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TOPOLOGY, Recipe, parse_override, parse_recipe, read_recipe, section
+from archipel.recipe import (
+    DEFAULT_PROFILE,
+    DEFAULT_TOPOLOGY,
+    LiveConfig,
+    PipelineConfig,
+    Recipe,
+    RunConfig,
+    parse_override,
+    parse_recipe,
+    read_recipe,
+    section,
+)
 from archipel.task import CONFIGS
 from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
 from archipel.yamlfile import dump
@@ -47,6 +59,8 @@ app = typer.Typer(
 out_console = Console()
 log_console = Console(stderr=True)
 
+SECTIONS: dict[str, type[BaseModel]] = {"run": RunConfig, "pipeline": PipelineConfig, "live": LiveConfig}
+"""Sections of a recipe that have one kind of settings."""
 DEFAULT_METHODS = "sync_sgd,diloco,diloco+dynamic_steps,async_local_sgd,noloco,halos"
 
 Set = Annotated[
@@ -116,7 +130,10 @@ def resume(
     every = None if checkpoint_every is None else parse_every(checkpoint_every)
     recipes = {path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)}
     if not recipes:
-        raise UserError(f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended")
+        raise UserError(
+            f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended; "
+            "live runs cannot be resumed"
+        )
     for path, recipe in recipes.items():
         experiment.check_resumable(path, recipe)
     diverged: list[str] = []
@@ -160,7 +177,9 @@ def report_command(
     _check_target(target_loss)
     found = [path for directory in directories for path in report.find(directory)]
     if not found:
-        raise UserError(f"no run directory (a folder with summary.json) in {', '.join(map(str, directories))}")
+        stopped = [str(directory) for directory in directories if experiment.unfinished(directory)]
+        hint = f"; what was stopped there goes on with `archipel resume {stopped[0]}`" if stopped else ""
+        raise UserError(f"no run directory (a folder with summary.json) in {', '.join(map(str, directories))}{hint}")
     show([report.load(path) for path in found], out or directories[0], target_loss, as_json=as_json)
 
 
@@ -175,11 +194,16 @@ def list_command(
             ("tasks", [*CONFIGS, "file.py:function"]),
             ("topologies", [*PRESETS, "internet-N", "FILE.yaml"]),
             ("profiles", [*PROFILES, MEASURED]),
+            ("sections", list(SECTIONS)),
             ("studies", studies.names()),
         ):
             out_console.print(f"{kind:<11} {', '.join(known)}", soft_wrap=True, markup=False, highlight=False)
         return
-    config = CONFIGS.get(name) or (methods.load(name).Config if name in methods.names() or name.endswith(".py") else None)
+    config = (
+        SECTIONS.get(name)
+        or CONFIGS.get(name)
+        or (methods.load(name).Config if name in methods.names() or name.endswith(".py") else None)
+    )
     if config is not None:
         table = Table("setting", "default", "meaning", box=None)
         for key, field in config.model_fields.items():
@@ -191,7 +215,7 @@ def list_command(
     elif name in PRESETS or name.startswith("internet-") or name.endswith((".yaml", ".yml")):
         out_console.print(dump(load_topology(name).model_dump(mode="json")), markup=False, highlight=False)
     else:
-        known = [*methods.names(), *CONFIGS, *PROFILES, *PRESETS]
+        known = [*methods.names(), *CONFIGS, *PROFILES, *PRESETS, *SECTIONS]
         raise UserError(f"nothing is called {name!r}{nearest(name, known)}; `archipel list` shows all names")
 
 
@@ -207,7 +231,8 @@ def study(
     """Answer one question about a method with runs of its own."""
     chosen, folder = studies.load(name), out or _dated(name)
     _say(f"{chosen.TITLE} {seeds} seeds of {steps:,} inner steps.")
-    answer = chosen.run(folder, studies.Settings(steps, seeds, processes))
+    with progress_of() as begin:
+        answer = chosen.run(folder, studies.Settings(steps, seeds, processes, begin))
     if as_json:
         print(json.dumps({**asdict(answer), "plots": [str(plot) for plot in answer.plots]}))
         return
@@ -276,9 +301,14 @@ def theory_noloco(
         setting = theory.Setting(alpha, beta, gamma, curvature, inner_steps, workers, group_size)
         verdict = theory.verdict(setting)
         compared = theory.conjecture(setting) if conjecture else []
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    drawn, left_out = theory_plots.write(setting, plots) if plots else ([], {})
+    except ValueError as error:  # it begins with the name of a field
+        field, _, rest = str(error).partition(" ")
+        option = {"curvature_rate": "curvature"}.get(field, field).replace("_", "-")
+        raise UserError(f"--{option} {rest}") from None
+    try:
+        drawn, left_out = theory_plots.write(setting, plots) if plots else ([], {})
+    except OSError as error:
+        raise UserError(f"--plots {plots}: {error.strerror}") from None
     for file, why in left_out.items():
         _say(f"{file} is not drawn: {why}")
     if as_json:

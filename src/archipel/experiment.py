@@ -125,6 +125,11 @@ def build_actors(recipe: Recipe, pipeline: Pipeline | None, theta: Vector, layou
                 f"workers: {servers}; noloco and diloco can"
             )
         actors += built
+    if getattr(recipe.config, "dynamic_steps", False):
+        raise UserError(
+            f"pipeline.stages = {pipeline.stages}: {recipe.label} cannot run in stages with dynamic_steps, for all nodes of a "
+            "pipeline take equally many inner steps"
+        )
     return actors
 
 
@@ -225,8 +230,8 @@ def simulate(
         except Exception as error:
             if isinstance(error, UserError) or not checkpoint.checkpoints(directory / CHECKPOINTS):
                 shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, Diverged):
-                raise Diverged(f"{recipe.label}: {error}") from None
+            if isinstance(error, UserError):
+                raise type(error)(f"{recipe.label}: {error}") from None
             raise
     if interrupted():
         raise KeyboardInterrupt

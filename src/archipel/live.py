@@ -35,7 +35,7 @@ from archipel.experiment import Ended
 from archipel.host import Envelope, Host, Meeting, Record, Setup, Snapshot, Status, device, free_port, meet
 from archipel.metrics import Evaluation, Recorder, merged
 from archipel.network import Network
-from archipel.pipeline import Pipeline, cut, join
+from archipel.pipeline import Pipeline, check_micro_batches, cut, join
 from archipel.pool import Done, NoTraining, Promise, median_step_time_s
 from archipel.recipe import Recipe
 from archipel.replica import Replica, Run
@@ -654,6 +654,7 @@ def launch(
         theta = replica.layout.read(replica.module) if replica else torch.empty(0)
         pipeline, layouts = experiment.pipeline_of(recipe), [replica.layout] if replica else []
         if task and pipeline:
+            check_micro_batches(task, shards(recipe)[workers[0].id], pipeline.micro_batches)
             layouts = [Layout.of(part) for part in cut(task.seeded_model(seed), pipeline.stages)]
             pipeline = replace(pipeline, parameters=tuple(layout.parameters for layout in layouts))
         actors = experiment.build_actors(recipe, pipeline, theta, layouts)

@@ -296,11 +296,19 @@ class Stages:
         return losses
 
 
+def check_micro_batches(task: Task, shard: Shard, micro_batches: int) -> None:
+    """Raise a `UserError` if the task's first batch cannot be cut into micro-batches."""
+    try:
+        micro(task.batches(shard, 0), micro_batches)
+    except UserError as error:
+        raise UserError(f"pipeline.micro_batches = {micro_batches}: {error}") from None
+
+
 def micro(batch: Batch, parts: int) -> list[Batch]:
     """`batch` in equal parts: every tensor in (nested) tuples, lists and dicts is cut along its first dimension.
 
     Raises:
-        ValueError: a tensor's first dimension is not a multiple of `parts`.
+        UserError: a tensor's first dimension is not a multiple of `parts`.
     """
     if parts == 1:
         return [batch]
@@ -308,7 +316,7 @@ def micro(batch: Batch, parts: int) -> list[Batch]:
     match batch:
         case Tensor():
             if not batch.ndim or len(batch) % parts:
-                raise ValueError(f"pipeline.micro_batches = {parts} does not divide a batch of shape {tuple(batch.shape)}")
+                raise UserError(f"{parts} equal parts cannot be made of a batch of shape {tuple(batch.shape)}")
             return list(batch.chunk(parts))
         case dict():
             pieces = [micro(value, parts) for value in batch.values()]

@@ -35,7 +35,7 @@ from torch import Tensor
 from archipel.actor import Gradient, NodeId, Trained, Vector
 from archipel.data import Shard, shards_of
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.pipeline import Pipeline, Stages, cut
+from archipel.pipeline import Pipeline, Stages, check_micro_batches, cut
 from archipel.replica import NonFiniteLoss, Replica, Run, TensorSpec
 from archipel.task import TaskConfig, make_task
 
@@ -208,6 +208,8 @@ class Pool:
         self.free = list(range(len(self.evaluations)))
         readers = self.pipeline.nodes[0] if self.pipeline else self.rank
         shards = shards_of([worker.region for worker in readers], run.seed)
+        if self.pipeline:
+            check_micro_batches(self.task, shards[0], self.pipeline.micro_batches)
         for process, device in zip(self.processes, self.devices, strict=True):
             setup = Setup(self.config, run, shards, self.pipeline, self.specs, device)
             self._send(process, setup)

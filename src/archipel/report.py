@@ -112,12 +112,18 @@ def find(directory: Path) -> list[Path]:
 
 
 def load(directory: str | os.PathLike[str]) -> Run:
-    """Read a run directory. Raises ReportError if a file is missing, is not JSON or lacks a key; the message names it."""
+    """Read a run directory; behind its label stands if the run was live, or interrupted.
+
+    Raises ReportError if a file is missing, is not JSON or lacks a key; the message names it.
+    """
     directory = Path(directory)
     summary, metrics = directory / "summary.json", directory / "metrics.jsonl"
     values = _json(_read(summary), f"{summary}")
     if lacking := [key for key in _SUMMARY.split() if key not in values]:
         raise ReportError(f"{summary} lacks {', '.join(lacking)}")
+    marks = ["live"] * (values.get("clock") == "measured") + ["interrupted"] * (values["stopped"] == "interrupted")
+    if marks:
+        values["label"] += f" ({', '.join(marks)})"
     lines = [_json(line, f"{metrics}, line {number},") for number, line in enumerate(_read(metrics).splitlines(), start=1)]
     return Run(directory, values, [line for line in lines if line.get("kind") == "eval"])
 
@@ -159,8 +165,12 @@ def _experiment(run: Run) -> str:
 
 
 def target_loss(runs: Sequence[Run]) -> float | None:
-    """The loss that the worst of the runs ends at, so that every run reaches it. None if no run has a final loss."""
-    return max((run.summary["final_loss"] for run in runs if run.summary["final_loss"] is not None), default=None)
+    """The loss that the worst of the runs ends at, so that every run reaches it; interrupted ones count only if all were.
+
+    None if no run has a final loss.
+    """
+    ended = [run for run in runs if run.summary["stopped"] != "interrupted"] or runs
+    return max((run.summary["final_loss"] for run in ended if run.summary["final_loss"] is not None), default=None)
 
 
 def time_to_target_s(run: Run, target: float | None) -> float | None:
@@ -182,9 +192,11 @@ def rows(runs: Sequence[Run], target: float | None) -> list[_Row]:
     Keys of a row:
         label, seeds, reached: the label, how many runs have it, and how many of these reach the target.
         time_to_target_s: mean over the runs that reach the target; None if none does.
+        clock: `modelled`, or `measured` of a live run.
         speed_up: time of the slowest label that reaches the target ÷ time of this one. 1.0 is the slowest.
         times_slower: time of this label ÷ time of the fastest. 1.0 is the fastest; the published comparison quotes this one.
-            Both are None unless all seeds reach the target: a mean over the lucky ones would flatter.
+            Both are among labels with the same clock, and None unless all seeds reach the target: a mean over the lucky
+            ones would flatter.
         final_loss, time_s, inner_steps, outer_steps, tokens, slow_link_bytes, idle_fraction: means; None if a run lacks it.
         *_sd: for each of these means, the sample standard deviation over seeds; None for a single run.
     """
@@ -195,13 +207,15 @@ def rows(runs: Sequence[Run], target: float | None) -> list[_Row]:
     result = []
     for label, group in _by_label(runs).items():
         times = [time for run in group if (time := time_to_target_s(run, target)) is not None]
-        row: _Row = {"label": label, "seeds": len(group), "reached": len(times)}
+        clock = group[0].summary.get("clock", "modelled")
+        row: _Row = {"label": label, "seeds": len(group), "reached": len(times), "clock": clock}
         row["time_to_target_s"], row["time_to_target_s_sd"] = _mean_sd(times)
         for key in _MEANS:
             row[key], row[f"{key}_sd"] = _mean_sd([run.summary[key] for run in group])
         result.append(row)
-    complete = [row["time_to_target_s"] for row in result if row["reached"] == row["seeds"]]
     for row in result:
+        same = [other for other in result if other["clock"] == row["clock"] and other["reached"] == other["seeds"]]
+        complete = [other["time_to_target_s"] for other in same]
         time = row["time_to_target_s"] if row["reached"] == row["seeds"] else None
         row["speed_up"], row["times_slower"] = (max(complete) / time, time / min(complete)) if time else (None, None)
     return sorted(
@@ -217,7 +231,7 @@ def as_json(runs: Sequence[Run], target: float | None) -> dict[str, Any]:
         ],
         "target_loss": target,
         "real": "; ".join(dict.fromkeys(run.summary["real"] for run in runs)),
-        "modelled": "; ".join(dict.fromkeys(run.summary["modelled"] for run in runs)),
+        "modelled": "; ".join(dict.fromkeys(run.summary["modelled"] for run in runs if run.summary["modelled"])),
     }
 
 
@@ -235,7 +249,7 @@ def table(runs: Sequence[Run], target: float | None) -> Table:
 def headline(runs: Sequence[Run]) -> str:
     """The first line of a report: what is real, what is modelled, and how many seeds there are."""
     real = [run.summary["real"] or "nothing was trained (task none)" for run in runs]
-    modelled = [run.summary["modelled"] or "nothing" for run in runs]
+    modelled = [run.summary["modelled"] for run in runs if run.summary["modelled"]] or ["nothing"]
     said = ["; ".join(text.replace(": ", " – ", 1) for text in dict.fromkeys(texts)) for texts in (real, modelled)]
     return f"Real: {said[0]}. Modelled: {said[1]}. {_seeds(runs)}."
 
@@ -384,6 +398,8 @@ def _finding(compared: Sequence[_Row], target: float | None) -> str:
         return "No losses to compare: this is about time and bytes."
     if not (reach := [row for row in compared if row["speed_up"] is not None]):
         return "No method reaches the target loss with all of its seeds."
+    if len({row["clock"] for row in reach}) > 1:
+        return "Times of live runs are measured, those of the others modelled: they cannot be compared with each other."
     time = _clock(max(row["time_s"] for row in compared))(reach[0]["time_to_target_s"])
     slowest = f"; {reach[-1]['label']} takes {_factor(reach[-1]['times_slower'])} as long" if len(reach) > 1 else ""
     return f"{reach[0]['label']} reaches the target loss {'first, ' if slowest else ''}after {time}{slowest}."
@@ -391,6 +407,10 @@ def _finding(compared: Sequence[_Row], target: float | None) -> str:
 
 def _notes(runs: Sequence[Run], target: float | None) -> str:
     several = f" ± is one standard deviation over {_seeds(runs)}." if len(runs) > len(_by_label(runs)) else ""
+    if any(run.summary["stopped"] == "interrupted" for run in runs):
+        several += " Interrupted runs are shown as far as they came."
+    if len({run.summary.get("clock", "modelled") for run in runs}) > 1:
+        several += " Live runs have a measured clock and real bytes, the others modelled ones: compare within a kind only."
     if target is None or not _loss_names(runs):
         return f"All figures are of whole runs.{several}"
     chosen = "the loss that the worst of these runs ends at" if target == target_loss(runs) else "as asked for"

@@ -7,6 +7,7 @@ configuration. What does not: how inner steps are taken (`replica.py`), or by wh
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -249,7 +250,13 @@ def _user_task(name: str) -> Task:
     make = getattr(module, function, None)
     if not callable(make):
         raise UserError(f"task.name = {name!r}: {file!r} has no function {function!r}{nearest(function, vars(module))}")
-    task = make()
+    try:
+        task = make()
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"task.name = {name!r}: {function}() failed at {frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(task, Task):
         raise UserError(f"task.name = {name!r}: {function}() returned {type(task).__name__}, not an archipel.Task")
     return task

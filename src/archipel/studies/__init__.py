@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from archipel.errors import UserError, nearest
+from archipel.experiment import Progress
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every study can be told: inner steps of each run, how many seeds, and processes that compute gradients."""
+    """What every study can be told: inner steps of each run, how many seeds, and processes that compute gradients.
+
+    `begin` is called with the name of a run that begins, and gives what is to be told of its progress.
+    """
 
     steps: int = 10_000
     seeds: int = 3
     processes: int | None = None
+    begin: Callable[[str], Progress] = lambda _: lambda *_: None
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def run(out: Path, settings: Settings) -> Answer:
     with experiment.open_pool(recipes[0], settings.processes) as pool:
         experiment.prepare_output(out, names)
         for recipe, name in zip(recipes, names, strict=True):
-            experiment.simulate(recipe, pool, out / name)
+            experiment.simulate(recipe, pool, out / name, settings.begin(name))
     runs = [report.load(out / name) for name in names]
     curves = [spread_and_rate(run, recipes[0].run.steps or 1) for run in runs]
     correlations = [pearson(spread, rate) for spread, rate in curves]

@@ -58,7 +58,7 @@ def run(out: Path, settings: Settings) -> Answer:
         experiment.prepare_output(out, [_name(recipe) for recipe in recipes])
         for recipe in recipes:
             try:
-                summary = experiment.simulate(recipe, pool, out / _name(recipe))
+                summary = experiment.simulate(recipe, pool, out / _name(recipe), settings.begin(_name(recipe)))
             except Diverged as error:  # it leaves no directory; the others still answer
                 broken.append(f"{error} (seed {recipe.run.seed})")
                 continue
