@@ -4,7 +4,8 @@ What belongs here: the part that all methods with an all-reduce share. What does
 the mean.
 
 All members hold the same model and take the same rounds. Each `Reduced` says whose mean it is, so that all agree on who took
-part. The first of them, in rank order, holds the model that a user takes home, and has one more duty:
+part. The one of them who has been there longest, the first of `group`, holds the model that a user takes home, and has one more
+duty:
 
 - A **newcomer** (it joins late, or has crashed and restarted) has no model. It says `Hello` to all and waits.
 - At the start of the next round the **holder** sends it the `State` of that round and names it in its own all-reduce. An
@@ -49,7 +50,7 @@ class Member(Actor):
     Attributes:
         theta: the model at the start of the round, equal on all members.
         everybody: all who may ever be members, in rank order.
-        group: those who take part in this round, as far as I know.
+        group: those who take part in this round, as far as I know; those who have been there longest first, then by rank.
         round: the number of this round.
         progress: inner steps that the model has absorbed, of all members together.
         computing: I have asked for inner steps, and they are not done.
@@ -95,6 +96,10 @@ class Member(Actor):
         if self.outdated:
             self.begin(ctx)
         return not self.computing
+
+    def agree(self, group: Group) -> None:
+        """These, and nobody else, have taken part in the round; so everybody knows, in the same order."""
+        self.group = (*(node for node in self.group if node in group), *(node for node in group if node not in self.group))
 
     def next_round(self, ctx: Context) -> None:
         """All of `group` have taken their step, and `progress` is up to date: go on together."""
@@ -149,7 +154,7 @@ class Member(Actor):
 
     def invite(self, ctx: Context) -> None:
         """As the holder: have all newcomers take part in this round."""
-        self.group = tuple(node for node in self.everybody if node in self.group or node in self.newcomers)
+        self.group += tuple(node for node in self.everybody if node in self.newcomers and node not in self.group)
         for node in self.newcomers:
             self.send_state(node, ctx)
         self.newcomers = {}
@@ -166,7 +171,7 @@ class Member(Actor):
         return not self.waiting and self.me == self.group[0]
 
     def model(self) -> Vector | None:
-        """All members hold the same model: the first one's is taken."""
+        """All members hold the same model: the holder's is taken."""
         return self.theta if self.holds else None
 
     def peers(self) -> Iterable[NodeId]:

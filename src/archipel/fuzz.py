@@ -21,7 +21,7 @@ from archipel import experiment, methods
 from archipel.invariants import Violation
 from archipel.recipe import parse_recipe
 
-FAULTS_UNTIL_S = 200
+FAULTS_UNTIL_S = 100
 KINDS = ("slow", "crash", "leave", "join", "loss", "delay", "duplicate", "link_down", "partition")
 
 
@@ -89,8 +89,8 @@ def draw(rng: np.random.Generator) -> dict[str, Any]:
         "run": {"steps": 1_000_000_000, "seed": int(rng.integers(1000))},
         "faults": {
             "schedule": [],
-            "save_every_s": one(rng, 10.0, 50.0),
-            "deadline_s": one(rng, 2.0, 10.0, 30.0),
+            "save_every_s": one(rng, 10.0, 30.0),
+            "deadline_s": one(rng, 2.0, 10.0, 20.0),
         },
     }
     recipe["run"]["seconds"] = 4.0 * FAULTS_UNTIL_S
@@ -124,7 +124,7 @@ def _servers(recipe: dict[str, Any]) -> list[str]:
 def _fault(rng: np.random.Generator, workers: list[str], servers: list[str], regions: list[str]) -> Iterator[dict[str, Any]]:
     """A random fault, or none where this kind cannot be. The first worker never goes for good, and servers restart."""
     kind = one(rng, *KINDS, "crash", "crash", "link_down")
-    at_s, for_s = float(rng.integers(0, FAULTS_UNTIL_S)), float(one(rng, 1, 5, 20, 80))
+    at_s, for_s = float(rng.integers(0, FAULTS_UNTIL_S)), float(one(rng, 1, 5, 20, 40))
     lasting: dict[str, Any] = {"kind": kind, "at_s": at_s, "for_s": for_s}
     between = [one(rng, *regions), one(rng, *regions)]
     match kind:

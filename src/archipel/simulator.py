@@ -132,12 +132,16 @@ class Trouble:
 
 @dataclass
 class Transfer:
-    """A message on its way over a shared link, from the sender's `start_s`; `latency_s` comes after its last byte has left."""
+    """A message on its way over a shared link, from the sender's `start_s`; `latency_s` comes after its last byte has left.
+
+    `followers` are later and smaller messages between the same two nodes that have left already; they must not arrive before it.
+    """
 
     deliver: Deliver
     start_s: float
     latency_s: float
     size_bytes: float
+    followers: list[Transfer] = field(default_factory=list)
 
 
 @dataclass
@@ -248,10 +252,10 @@ class Simulator:
                 if self.faults is not None and set(self.step_time_s) - set(self.trouble.down) - self._excused():
                     raise Violation("liveness", self._deadlock())
                 raise TrainingError(self._deadlock())
-            time_s, _, event = heapq.heappop(self.heap)
-            if self.stop.seconds is not None and time_s > self.stop.seconds:
+            if self.stop.seconds is not None and self.heap[0][0] > self.stop.seconds:
                 self.now, reason = self.stop.seconds, "seconds"
                 break
+            time_s, _, event = heapq.heappop(self.heap)
             if self.faults is not None:
                 self.ledger.time(self.now, time_s)
             self.now = time_s
@@ -293,9 +297,10 @@ class Simulator:
         return self.absorbed_by_nodes // (self.pipeline.stages if self.pipeline else 1)
 
     def holders(self) -> list[Actor]:
-        """Those who hold a part of the model to take home: they are there, or, if nobody is there who does, they were."""
-        holders = [actor for actor in self.actors.values() if actor.model() is not None]
-        return [actor for actor in holders if actor.me not in self.trouble.down] or holders
+        """Those who hold a part of the model to take home; if nobody is there who does, those who were there last."""
+        holders, down = [actor for actor in self.actors.values() if actor.model() is not None], self.trouble.down
+        last_s = max((down[actor.me] for actor in holders if actor.me in down), default=0.0)
+        return [actor for actor in holders if actor.me not in down] or [actor for actor in holders if down[actor.me] == last_s]
 
     def parts(self) -> list[Vector]:
         """The whole models whose mean is the one that a user takes home."""
@@ -515,7 +520,14 @@ class Simulator:
         shared.link.advance(self.now)
         del shared.link.remaining[ended]
         transfer = shared.transfers.pop(ended)
-        self._arrive(transfer.deliver, transfer.start_s, self.now + transfer.latency_s, transfer.size_bytes)
+        pair = transfer.deliver.sender, transfer.deliver.to
+        for key, other in shared.transfers.items():
+            if key < ended and (other.deliver.sender, other.deliver.to) == pair:
+                other.followers += [transfer, *transfer.followers]
+                break
+        else:
+            for arrived in (transfer, *transfer.followers):
+                self._arrive(arrived.deliver, arrived.start_s, self.now + arrived.latency_s, arrived.size_bytes)
         if shared.transfers:
             self._await_next_end(event.direction, shared)
 
@@ -650,7 +662,8 @@ class Simulator:
             shared.link.advance(self.now)
             for key, transfer in list(shared.transfers.items()):
                 if lost(transfer.deliver.sender, transfer.deliver.to):  # its bytes are counted when the last one has left
-                    self.ledger.drops(transfer.deliver.sender, transfer.deliver.to, transfer.deliver.message, 0.0)
+                    for dropped in (transfer, *transfer.followers):
+                        self.ledger.drops(dropped.deliver.sender, dropped.deliver.to, dropped.deliver.message, 0.0)
                     del shared.transfers[key], shared.link.remaining[key]
             shared.version += 1
             if shared.transfers:

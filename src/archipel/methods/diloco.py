@@ -47,7 +47,7 @@ class Worker(Member):
                     ctx.all_reduce(self.group, outer_gradient(self.theta, theta, len(self.outer.velocity)), self.round)
             case Reduced(mean=gradient, group=group, round=self.round):
                 self.outer.step(self.theta, gradient)
-                self.group = group
+                self.agree(group)
                 self.progress += sum(self.steps_of[member] for member in group)
                 self.next_round(ctx)
             case _:

@@ -28,7 +28,8 @@ class Worker(Member):
                 if self.computed(ctx):
                     ctx.all_reduce(self.group, gradient, self.round)
             case Reduced(mean=gradient, group=group, round=self.round):
-                self.group, self.computing = group, True
+                self.agree(group)
+                self.computing = True
                 ctx.apply(self.theta, gradient, self.progress)
             case Trained(theta=theta):
                 if self.computed(ctx):
