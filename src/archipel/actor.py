@@ -69,7 +69,7 @@ class Gradient(Message):
 class Reduced(Message):
     """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it: read only.
 
-    `group` are those whose mean it is, in rank order: all members that live. Each of them is told the same.
+    `group` are those whose mean it is, in rank order: the members that are there. Each of them is told the same.
     """
 
     mean: Vector
@@ -138,7 +138,8 @@ class Context(Protocol):
     def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
         """Mean over `group`, once every member has called with this `round`; `Reduced` comes back to me.
 
-        A member that crashes is not waited for any longer. One that any member's `group` names is waited for by all.
+        Whom any member's `group` names is waited for by all, and no longer than until it is lost. If it is lost in the middle, the
+        others begin again.
         """
 
 

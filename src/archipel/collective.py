@@ -56,7 +56,7 @@ class Member(Actor):
         computing: I have asked for inner steps, and they are not done.
         outdated: and when they are, they are of a round that is over.
         waiting: I am a newcomer.
-        newcomers: those others who wait, and the rounds of their saves.
+        newcomers: those others who wait, and the rounds of their saves; until it is agreed that they take part.
         gone: those who have crashed or left.
     """
 
@@ -126,7 +126,9 @@ class Member(Actor):
                 self.gone.pop(node, None)
                 if self.waiting:  # what I said to it, or what it answered, may have been lost
                     self.say_hello((node,), ctx)
-            case Hello() if self.holds and sender in self.group:  # I have invited it, and that was lost
+                elif self.holds and node in self.newcomers and node in self.group:  # or how I invited it
+                    self.send_state(node, ctx)
+            case Hello() if self.holds and sender in self.group:
                 self.send_state(sender, ctx)
             case Hello(round=number):
                 self.newcomers[sender] = number
@@ -157,7 +159,6 @@ class Member(Actor):
         self.group += tuple(node for node in self.everybody if node in self.newcomers and node not in self.group)
         for node in self.newcomers:
             self.send_state(node, ctx)
-        self.newcomers = {}
 
     def send_state(self, to: NodeId, ctx: Context) -> None:
         momentum = self.momentum()

@@ -118,6 +118,7 @@ class Trouble:
         severed: pairs of regions whose nodes take each other for lost.
         saves: the states that nodes would restart from.
         reducing: the members of collectives that wait for others.
+        reduced: what each member last gave to a collective that has started.
         rng: drawn from for messages that are lost or doubled.
     """
 
@@ -128,6 +129,7 @@ class Trouble:
     left: dict[NodeId, None] = field(default_factory=dict)
     severed: dict[tuple[str, str], None] = field(default_factory=dict)
     reducing: dict[NodeId, Contribution] = field(default_factory=dict)
+    reduced: dict[NodeId, Contribution] = field(default_factory=dict)
 
 
 @dataclass
@@ -653,8 +655,10 @@ class Simulator:
                     continue
                 case Deliver(to=node) | Finish(worker=node) if node == gone:
                     continue
-                case Deliver(message=Reduced(mean=mean, group=group, round=number)) if gone in group:
-                    event.message = Reduced(mean, tuple(node for node in group if node != gone), number)
+                case Deliver(to=node, message=Reduced(group=group)) if gone in group:  # it will begin again, without it
+                    call = self.trouble.reduced[node]
+                    self.trouble.reducing[node] = Contribution(group, call.vector, call.round)
+                    continue
             kept.append(item)
         self.heap = kept
         heapq.heapify(self.heap)
@@ -703,7 +707,9 @@ class Simulator:
         if any(node not in reducing or reducing[node].round != number for node in named):
             return
         group = tuple(node for node in self.actors if node in named)
-        self._reduce(group, {node: reducing.pop(node).vector for node in group}, number)
+        calls = {node: reducing.pop(node) for node in group}
+        self.trouble.reduced.update(calls)
+        self._reduce(group, {node: call.vector for node, call in calls.items()}, number)
 
     def _handle_by_the_books(self, actor: Actor, message: Message, sender: NodeId) -> None:
         before = counts(actor)
@@ -809,11 +815,10 @@ class Simulator:
                 (str(other) for other in call.group if other not in reducing or reducing[other].round != call.round), 4
             )
             yield f"{node} waits in all-reduce {call.round} of {len(call.group)} for {missing}"
-        for node in self.trouble.down:
-            gathered.add(node)
-            yield f"{node} is lost"
         for actor in self.actors.values():
-            if actor.me not in gathered:
+            if actor.me in self.trouble.down:
+                yield f"{actor.me} is lost"
+            elif actor.me not in gathered:
                 yield f"{actor.me} waits for {actor.waits_for()}"
 
 

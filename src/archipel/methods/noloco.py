@@ -111,6 +111,8 @@ class Worker(Actor):
                 self.go_without(sender, ctx)
             case Lost(node=node):
                 self.away[node] = None
+                for exchanges in self.inbox.values():  # if it comes back it is another one, and knows nothing of mine
+                    exchanges.pop(node, None)
                 if node == self.asked:
                     self.ask(ctx)
                 self.go_without(node, ctx)
