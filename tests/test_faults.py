@@ -104,7 +104,7 @@ BY_HAND: list[tuple[str, dict[str, Any], float, int]] = [
     # From 5 s to 7 s two steps, then two of 3 s.
     ("diloco", KINDS["slow"], 13.5, 8),
     ("diloco", KINDS["slow"], 14.5, 16),
-    # A round is 1 s of gradient and 1 s of all-reduce. The fourth all-reduce would begin at 7 s; a waits, and is alone from 17 s on.
+    # A round is 1 s of gradient and 1 s of all-reduce. The fourth all-reduce would begin at 7 s; a waits until 17 s.
     ("sync_sgd", CRASH, 16.5, 6),
     ("sync_sgd", CRASH, 17.5, 6 + 1),
     ("sync_sgd", CRASH, 18.5, 6 + 2),
@@ -369,7 +369,8 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
     schedule = Faults(tuple(drawn), tuple(nodes), ("a", "b"), save_every_s=10.0, deadline_s=5.0)
     network, profile = Network(topology, np.random.default_rng(0)), Profile(model_bytes=1_000_000, step_time_s=1.0)
     sim = Simulator(
-        actors, topology.workers, network, profile, trainer, Recorder(), Stop(seconds=300.0), evaluate_every=10**9, tokens_per_step=1, parameters=trainer.numel, seed=0, faults=schedule,
+        actors, topology.workers, network, profile, trainer, Recorder(), Stop(seconds=300.0), evaluate_every=10**9,
+        tokens_per_step=1, parameters=trainer.numel, seed=0, faults=schedule,
     )  # fmt: skip
     assert sim.run() == "seconds"
     steps = torch.tensor(trainer.steps + [0] * (trainer.numel - len(trainer.steps)))
@@ -556,8 +557,8 @@ def test_a_recipe_with_faults_comes_back_from_its_yaml() -> None:
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({"schedules": []}, "faults.schedules: unknown key 'schedules' (did you mean 'schedule'?); allowed: schedule, random, save_every_s, "
-                            "deadline_s, retransmit_s"),
+        ({"schedules": []}, "faults.schedules: unknown key 'schedules' (did you mean 'schedule'?); allowed: schedule, random, "
+                            "save_every_s, deadline_s, retransmit_s"),
         ("often", "faults = 'often': expected keys such as `schedule` or `random`"),
         ({"deadline_s": 0.0}, "faults.deadline_s = 0.0: should be greater than 0"),
         ({"schedule": [{"kind": "flood", "at_s": 1.0}]},

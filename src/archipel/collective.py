@@ -41,6 +41,7 @@ class State(Message):
     round: int
     progress: int
     group: Group
+    since: dict[NodeId, int]
 
 
 @dataclass(kw_only=True)
@@ -56,6 +57,8 @@ class Member(Actor):
         computing: I have asked for inner steps, and they are not done.
         outdated: and when they are, they are of a round that is over.
         waiting: I am a newcomer.
+        since: the round from which each of them has taken part, where that is not the first.
+        lost_lately: those who were lost in this round; a State that names them may be older than that.
         newcomers: those others who wait, and the rounds of their saves; until it is agreed that they take part.
         gone: those who have crashed or left.
     """
@@ -68,6 +71,8 @@ class Member(Actor):
     computing: bool = False
     outdated: bool = False
     waiting: bool = False
+    since: dict[NodeId, int] = field(default_factory=dict)
+    lost_lately: dict[NodeId, None] = field(default_factory=dict)
     newcomers: dict[NodeId, int] = field(default_factory=dict)
     gone: dict[NodeId, None] = field(default_factory=dict)
 
@@ -84,7 +89,7 @@ class Member(Actor):
 
     def begin(self, ctx: Context) -> None:
         """Begin a round; what is still being computed is of another one."""
-        self.absorbed = self.progress if self.holds else 0
+        self.absorbed, self.lost_lately = self.progress if self.holds else 0, {}
         self.outdated = self.computing
         if not self.computing:
             self.computing = True
@@ -99,7 +104,17 @@ class Member(Actor):
 
     def agree(self, group: Group) -> None:
         """These, and nobody else, have taken part in the round; so everybody knows, in the same order."""
-        self.group = (*(node for node in self.group if node in group), *(node for node in group if node not in self.group))
+        if group != self.group:
+            self.since = {node: self.round for node in group if node not in self.group} | self.since
+            self.regroup(group)
+
+    def regroup(self, members: Iterable[NodeId]) -> None:
+        """These take part: those who have been there longest first, then by rank."""
+        taking_part = set(members)
+        self.since = {node: number for node, number in self.since.items() if node in taking_part}
+        self.group = tuple(
+            sorted((node for node in self.everybody if node in taking_part), key=lambda node: self.since.get(node, 0))
+        )
 
     def next_round(self, ctx: Context) -> None:
         """All of `group` have taken their step, and `progress` is up to date: go on together."""
@@ -113,13 +128,14 @@ class Member(Actor):
         """What a method's `upon` does not handle itself."""
         match message:
             case Lost(node=node, unreachable=False):
-                self.gone[node] = None
+                self.gone[node] = self.lost_lately[node] = None
                 self.newcomers.pop(node, None)
-                self.group = tuple(member for member in self.group if member != node)
+                self.regroup(member for member in self.group if member != node)
                 self.absorbed = self.progress if self.holds else 0
                 self.start_if_nobody_else_can(ctx)
             case Joined(node=self.me):
-                self.waiting, self.computing, self.newcomers, self.gone, self.absorbed = True, False, {}, {}, 0
+                self.waiting, self.computing, self.absorbed = True, False, 0
+                self.newcomers, self.gone, self.lost_lately = {}, {}, {}
                 self.say_hello(self.everybody, ctx)
                 self.start_if_nobody_else_can(ctx)
             case Joined(node=node):
@@ -134,7 +150,8 @@ class Member(Actor):
                 self.newcomers[sender] = number
                 self.start_if_nobody_else_can(ctx)
             case State(theta=theta, momentum=momentum, round=number) if self.waiting or number > self.round:
-                self.theta, self.round, self.progress, self.group = theta.clone(), number, message.progress, message.group
+                self.theta, self.round, self.progress, self.since = theta.clone(), number, message.progress, {**message.since}
+                self.regroup(node for node in message.group if node not in self.lost_lately)
                 self.take_over(momentum)
                 self.waiting = False
                 self.begin(ctx)
@@ -150,20 +167,24 @@ class Member(Actor):
         if self.waiting and all(node in known or node in self.gone for node in self.everybody):
             most = max(known.values())
             if self.me == next(node for node in self.everybody if known.get(node) == most):
-                self.waiting, self.group = False, (self.me,)
+                self.waiting = False
+                self.regroup((self.me,))
                 self.invite(ctx)
                 self.begin(ctx)
 
     def invite(self, ctx: Context) -> None:
         """As the holder: have all newcomers take part in this round."""
-        self.group += tuple(node for node in self.everybody if node in self.newcomers and node not in self.group)
+        self.since |= dict.fromkeys(self.newcomers, self.round)
+        if self.newcomers:
+            self.regroup((*self.group, *self.newcomers))
         for node in self.newcomers:
             self.send_state(node, ctx)
 
     def send_state(self, to: NodeId, ctx: Context) -> None:
-        momentum = self.momentum()
+        momentum, since = self.momentum(), {**self.since}
         ctx.send(
-            to, State(self.theta.clone(), None if momentum is None else momentum.clone(), self.round, self.progress, self.group)
+            to,
+            State(self.theta.clone(), None if momentum is None else momentum.clone(), self.round, self.progress, self.group, since),
         )
 
     @property

@@ -32,11 +32,12 @@ class Config(MethodConfig):
 
 @dataclass(kw_only=True)
 class Worker(Member):
-    """`steps` are my inner steps in a round, `steps_of` those of everybody."""
+    """`steps` are my inner steps in a round, `steps_of` those of each worker, `round_steps` those of all together."""
 
     outer: Nesterov
     steps: int
     steps_of: dict[NodeId, int]
+    round_steps: int
 
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
@@ -48,7 +49,7 @@ class Worker(Member):
             case Reduced(mean=gradient, group=group, round=self.round):
                 self.outer.step(self.theta, gradient)
                 self.agree(group)
-                self.progress += sum(self.steps_of[member] for member in group)
+                self.progress += self.round_steps if group == self.everybody else sum(self.steps_of[member] for member in group)
                 self.next_round(ctx)
             case _:
                 self.upon_membership(message, sender, ctx)
@@ -77,6 +78,7 @@ def build(config: Config, world: World, theta: Vector) -> list[Worker]:
             group=tuple(steps),
             steps=steps[me],
             steps_of=steps,
+            round_steps=sum(steps.values()),
         )
         for me in steps
     ]
