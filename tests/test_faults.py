@@ -23,7 +23,7 @@ from archipel.methods import async_local_sgd
 from archipel.metrics import Recorder
 from archipel.network import Network
 from archipel.parameter_server import Delta, Model
-from archipel.pool import Done
+from archipel.pool import Done, NoTraining
 from archipel.recipe import Recipe, parse_recipe
 from archipel.simulator import Deliver, Simulator, Stop
 from archipel.topology import Profile, Topology
@@ -382,6 +382,30 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
     [model] = parts
     assert int(steps[model != 0].sum()) == sim.absorbed
     assert {round(1 / float(value), 3) for value in model[model != 0]} <= ({1.0} if "server" in str(nodes) else {1.0, 2.0, 3.0})
+
+
+def test_inner_steps_of_a_worker_that_crashes_are_waited_for_and_thrown_away() -> None:
+    """A process may still be computing them, in memory that the worker needs again when it restarts."""
+    log: list[str] = []
+
+    class Lazy(NoTraining):
+        def train(self, worker: NodeId, theta: Tensor, steps: int, progress: int, due_s: float) -> Any:
+            job = f"{worker} due {due_s:g}"
+            log.append(f"give {job}")
+
+            class Promise:
+                def result(self) -> Trained:
+                    log.append(f"take {job}")
+                    return Trained(torch.empty(0), steps, ())
+
+            return Promise()
+
+    sim = experiment.make_simulator(recipe("async_local_sgd", {**KINDS["restart"], "at_s": 3}, seconds=17.5), None)
+    sim.trainer = Lazy()
+    sim.run()
+    of_b = [entry for entry in log if B in entry]
+    assert of_b == ["give b/w0 due 5", "take b/w0 due 5", "give b/w0 due 21"]
+    assert sim.absorbed == 4 * 4  # of a; what b's job said was heard by nobody
 
 
 # Invariants, each shown to fail

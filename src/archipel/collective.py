@@ -104,7 +104,7 @@ class Member(Actor):
 
     def agree(self, group: Group) -> None:
         """These, and nobody else, have taken part in the round; so everybody knows, in the same order."""
-        if group != self.group:
+        if group is not self.group and group != self.group:  # one object where nobody is ever lost
             self.since = {node: self.round for node in group if node not in self.group} | self.since
             self.regroup(group)
 

@@ -49,7 +49,7 @@ class Worker(Member):
             case Reduced(mean=gradient, group=group, round=self.round):
                 self.outer.step(self.theta, gradient)
                 self.agree(group)
-                self.progress += self.round_steps if group == self.everybody else sum(self.steps_of[member] for member in group)
+                self.progress += self.round_steps if group is self.everybody else sum(self.steps_of[member] for member in group)
                 self.next_round(ctx)
             case _:
                 self.upon_membership(message, sender, ctx)
@@ -69,16 +69,17 @@ class Worker(Member):
 def build(config: Config, world: World, theta: Vector) -> list[Worker]:
     """One actor a worker; each keeps the outer optimizer's state, equal on all."""
     steps = world.inner_steps(config.inner_steps, dynamic=config.dynamic_steps)
+    everybody, round_steps = tuple(steps), sum(steps.values())
     return [
         Worker(
             me=me,
             theta=theta.clone(),
             outer=nesterov(config.outer_lr, config.outer_momentum, world.parameters),
-            everybody=tuple(steps),
-            group=tuple(steps),
+            everybody=everybody,
+            group=everybody,
             steps=steps[me],
             steps_of=steps,
-            round_steps=sum(steps.values()),
+            round_steps=round_steps,
         )
         for me in steps
     ]
