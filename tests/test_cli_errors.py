@@ -199,7 +199,7 @@ def test_nodes_that_cannot_reach_each_other(refused: Any, tmp_path: Path, method
         ("task: none", "recipe: `method` is required, for example `method: halos`; "
                        "methods: async_local_sgd, diloco, halos, noloco, sync_sgd"),
         ("metod: halos", "recipe: unknown key 'metod' (did you mean 'method'?); "
-                         "allowed: method, topology, profile, task, pipeline, run, live, label"),
+                         "allowed: method, topology, profile, task, pipeline, run, live, faults, label"),
         ("{method: halos, run: {steps: 5, tokens: 6}}", "run: steps = 5 and tokens = 6 are both given; give one of them"),
         ("{method: {name: diloco, inner_steps: 0}}", "diloco.inner_steps = 0: should be greater than or equal to 1"),
         ("{method: {name: diloco, outer_lr: fast}}", "diloco.outer_lr = 'fast': should be a valid number"),

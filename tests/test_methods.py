@@ -23,7 +23,7 @@ from archipel.topology import Topology, load_topology
 from archipel.vector import Layout
 
 ALL = methods.names()
-ALLOWED_IMPORTS = {"archipel.actor", "archipel.vector", "archipel.outer", "archipel.parameter_server"}
+ALLOWED_IMPORTS = {"archipel.actor", "archipel.vector", "archipel.outer", "archipel.parameter_server", "archipel.collective"}
 NEUTRAL: dict[str, dict[str, Any]] = {
     "sync_sgd": {},
     "diloco": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0},
@@ -115,7 +115,7 @@ def test_it_never_changes_a_vector_that_it_has_sent(name: str) -> None:
         keep([getattr(message, field.name) for field in dataclasses.fields(message)]),
         send(sender, to, message),
     )[1]
-    sim.all_reduce = lambda me, group, vector: (keep([vector]), all_reduce(me, group, vector))[1]  # type: ignore[method-assign]
+    sim.all_reduce = lambda me, group, vector, round: (keep([vector]), all_reduce(me, group, vector, round))[1]  # type: ignore[method-assign]
     sim.run()
     assert kept
     assert all(torch.equal(vector, copy) for vector, copy in kept)

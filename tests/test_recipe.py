@@ -286,7 +286,7 @@ def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> No
         written("method: halos", "tsak.width=64")
     assert str(error.value) == (
         "--set tsak.width=64: unknown section 'tsak' (did you mean 'task'?); "
-        "allowed: method, topology, profile, task, pipeline, run, live, label"
+        "allowed: method, topology, profile, task, pipeline, run, live, faults, label"
     )
 
 
@@ -343,7 +343,7 @@ def test_a_key_given_twice_is_refused(written: Any) -> None:
         (
             halos(topologie="one-node"),
             "recipe: unknown key 'topologie' (did you mean 'topology'?); "
-            "allowed: method, topology, profile, task, pipeline, run, live, label",
+            "allowed: method, topology, profile, task, pipeline, run, live, faults, label",
         ),
         ({"method": 5}, "method = 5: expected a name, or keys with `name` among them"),
         (halos(task=["stdlib"]), "task = ['stdlib']: expected a name, or keys with `name` among them"),

@@ -67,9 +67,37 @@ class Gradient(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reduced(Message):
-    """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it: read only."""
+    """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it: read only.
+
+    `group` are those whose mean it is, in rank order: the members that are there. Each of them is told the same.
+    """
 
     mean: Vector
+    group: Group
+    round: int = 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Lost(Message):
+    """From the engine to the peers of `node`: it has crashed or left, or, `unreachable`, it may go on where I cannot reach it.
+
+    What was on its way between us is lost, and so is all that is sent until `Joined(node)`.
+    """
+
+    node: NodeId
+    unreachable: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Joined(Message):
+    """From the engine to the peers of `node`: it is there for the first time, again, or reachable again.
+
+    The node itself is told so too when it comes (again): its fields are then as they were at its last save, or at the start,
+    nothing that it had asked for will be answered, and all its peers are there but those whose `Lost` follows. If it
+    comes for the first time, this is in the place of `Start`.
+    """
+
+    node: NodeId
 
 
 class Context(Protocol):
@@ -107,8 +135,12 @@ class Context(Protocol):
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
         """One step of the inner optimizer with a gradient that is already known; `Trained` comes back to me."""
 
-    def all_reduce(self, group: Group, vector: Vector) -> None:
-        """Mean over `group`, once every member has called; `Reduced` comes back to me."""
+    def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
+        """Mean over `group`, once every member has called with this `round`; `Reduced` comes back to me.
+
+        Whom any member's `group` names is waited for by all, and no longer than until it is lost. If it is lost in the middle, the
+        others begin again.
+        """
 
 
 @dataclass(kw_only=True)

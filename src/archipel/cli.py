@@ -26,9 +26,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from archipel import experiment, latency, methods, report, studies, theory, theory_plots
+from archipel import experiment, fuzz, latency, methods, report, studies, theory, theory_plots
 from archipel.checkpoint import Every, parse_every
 from archipel.errors import Diverged, TrainingError, UserError, nearest
+from archipel.faults import FaultsConfig
 from archipel.pool import Pool
 from archipel.recipe import (
     DEFAULT_PROFILE,
@@ -112,11 +113,17 @@ def run(
     settings: Set = None,
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
+    check_invariants: Annotated[
+        bool, typer.Option("--check-invariants", help="Keep books and check them; a recipe with faults does so anyway.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE.")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate one recipe."""
-    run_all([read_recipe(recipe, settings or [])], out or _dated("run"), processes, None, checkpoint_every, as_json=as_json)
+    parsed = read_recipe(recipe, settings or [])
+    if check_invariants and parsed.faults is None:
+        parsed = parsed.with_faults(FaultsConfig())
+    run_all([parsed], out or _dated("run"), processes, None, checkpoint_every, as_json=as_json)
 
 
 @app.command()
@@ -268,6 +275,31 @@ def latency_command(
     for table in latency.tables(result):
         out_console.print(table)
     out_console.print(f"Plots: {', '.join(map(str, plots))}", soft_wrap=True, markup=False, highlight=False)
+
+
+@app.command("fuzz")
+def fuzz_command(
+    schedules: Annotated[int, typer.Option(min=1, help="Random runs, each with faults of its own.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Do the invariants hold whatever goes wrong? Random topologies, methods and faults; nothing is trained."""
+
+    def progress(done: int, failed: int) -> None:
+        if done % max(1, schedules // 10) == 0:
+            _say(f"{done:,}/{schedules:,} schedules, {failed} violations")
+
+    failures = fuzz.fuzz(schedules, seed, progress)
+    if as_json:
+        found = [asdict(failure) for failure in failures]
+        print(json.dumps({"schedules": schedules, "violations": len(failures), "failures": found}))
+    else:
+        for failure in failures:
+            text = f"{failure.message}\n  echo '{failure.recipe}' | archipel run /dev/stdin"
+            out_console.print(text, soft_wrap=True, markup=False, highlight=False)
+        out_console.print(f"{schedules:,} schedules, {len(failures)} violations", highlight=False)
+    if failures:
+        sys.exit(1)
 
 
 theory_app = typer.Typer(help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None)

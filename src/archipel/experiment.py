@@ -36,6 +36,7 @@ from archipel.actor import Actor, NodeId, Vector, World
 from archipel.checkpoint import Every, Surroundings
 from archipel.data import shards_of
 from archipel.errors import Diverged, TrainingError, UserError
+from archipel.faults import make_faults
 from archipel.metrics import Recorder
 from archipel.network import Network
 from archipel.pipeline import Pipeline, boundary_bytes, split
@@ -276,6 +277,7 @@ def make_simulator(recipe: Recipe, pool: Pool | None, progress: Progress = lambd
         parameters=parameters,
         seed=seed,
         pipeline=pipeline,
+        faults=make_faults(recipe.faults, recipe.topology, [actor.me for actor in actors], seed) if recipe.faults else None,
     )
 
 
@@ -409,7 +411,8 @@ def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         real=f"gradients of {pool.task.description}" if pool else "nothing: no gradients (task none)",
         modelled=f"the clock: topology {recipe.topology.name}, profile {profile.name} "
         f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
-        + in_stages(recipe),
+        + in_stages(recipe)
+        + (f", {len(simulator.faults.faults)} faults on purpose" if simulator.faults else ""),
         clock="modelled",
         processes=len(pool.processes) if pool else 0,
     )

@@ -147,6 +147,7 @@ class Chain:
         passed: how many of my chunks have gone up the chain.
         means: the chunks of the mean that have come back.
         since_s: when I called.
+        round: what I called with.
     """
 
     mine: tuple[Tensor, ...] = ()
@@ -154,6 +155,7 @@ class Chain:
     passed: int = 0
     means: dict[int, Tensor] = field(default_factory=dict)
     since_s: float = 0.0
+    round: int = 0
 
 
 # What a host is told and what it tells
@@ -488,9 +490,9 @@ class Host:
 
         self._compute(job, progress)
 
-    def all_reduce(self, group: Group, vector: Vector) -> None:
+    def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
         chain = self.chains.setdefault(group, Chain())
-        chain.mine, chain.since_s = torch.split(vector, CHUNK), self.now
+        chain.mine, chain.since_s, chain.round = torch.split(vector, CHUNK), self.now, round
         if self.me == group[0]:
             for chunk, mine in enumerate(chain.mine):
                 self._pass_up(group, chunk, mine)
@@ -634,4 +636,4 @@ class Host:
         if len(chain.means) == len(chain.mine):
             del self.chains[group]
             self.recorder.reduces((self.me,), chain.since_s, self.now)
-            self.mailbox.put(Reduced(torch.cat([chain.means[i] for i in range(len(chain.mine))])))
+            self.mailbox.put(Reduced(torch.cat([chain.means[i] for i in range(len(chain.mine))]), group, chain.round))

@@ -32,6 +32,7 @@ from archipel.actor import Actor, NodeId, Vector
 from archipel.data import Shard, shards_of
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.experiment import Ended
+from archipel.faults import FaultsConfig
 from archipel.host import Envelope, Host, Meeting, Record, Setup, Snapshot, Status, device, free_port, meet
 from archipel.metrics import Evaluation, Recorder, merged
 from archipel.network import Network
@@ -639,6 +640,8 @@ def launch(
         raise UserError(
             f"live.processes = {recipe.live.processes}: a stage of a pipeline is one process; give processes = 1 or stages = 1"
         )
+    if recipe.faults is not None and recipe.faults != FaultsConfig():
+        raise UserError("faults: `archipel launch` makes none on purpose; `archipel run` does, on the virtual clock")
     try:
         experiment.check_reachable(recipe)
         task = None if isinstance(recipe.task, NoTask) else make_task(recipe.task)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from archipel.actor import Actor, Context, Message, NodeId, Trained, Vector
+from archipel.actor import Actor, Context, Joined, Message, NodeId, Trained, Vector
 from archipel.vector import outer_gradient
 
 
@@ -31,7 +31,11 @@ class Delta(Message):
 
 @dataclass(kw_only=True)
 class Worker(Actor):
-    """Gets a model, takes its inner steps, sends the displacement, and gets the newest model in return."""
+    """Gets a model, takes its inner steps, sends the displacement, and gets the newest model in return.
+
+    `start` is where its inner steps began; None: it has nothing to do. A server that has been lost sends a model to
+    whoever may be waiting for one; a worker that is not waiting ignores it.
+    """
 
     server: NodeId
     steps: int
@@ -40,12 +44,15 @@ class Worker(Actor):
 
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
-            case Model(theta=theta, progress=progress):
+            case Model(theta=theta, progress=progress) if self.start is None:
                 self.start = theta
                 ctx.train(theta, self.steps, progress)
             case Trained(theta=theta, steps=steps):
                 assert self.start is not None
                 ctx.send(self.server, Delta(outer_gradient(self.start, theta, self.parameters), steps))
+                self.start = None
+            case Joined(node=self.me):
+                self.start = None
 
     def peers(self) -> Iterable[NodeId]:
         return (self.server,)

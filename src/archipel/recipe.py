@@ -6,7 +6,7 @@ What belongs here: what a recipe may say, its defaults, and the errors of those 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from archipel import methods
 from archipel.actor import MethodConfig
 from archipel.errors import UserError, explain, nearest
+from archipel.faults import FaultsConfig, parse_faults
 from archipel.pipeline import Routing
 from archipel.task import GptTask, TaskConfig, task_config
 from archipel.topology import MEASURED, PROFILES, Profile, Topology, load_topology, parse_topology
 from archipel.yamlfile import dump, parse, read_mapping
 
-KEYS = ("method", "topology", "profile", "task", "pipeline", "run", "live", "label")
+KEYS = ("method", "topology", "profile", "task", "pipeline", "run", "live", "faults", "label")
 DEFAULT_TOPOLOGY = "halos-4x4"
 DEFAULT_PROFILE = "pythia-70m-h100"
 DEFAULT_STEPS = 10_000
@@ -66,7 +67,10 @@ class LiveConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method, where it runs, what it trains, and for how long. `profile` None: measured when the run starts."""
+    """A method, where it runs, what it trains, for how long, and what goes wrong.
+
+    `profile` None: measured when the run starts. `faults` None: nothing goes wrong, and no invariants are checked.
+    """
 
     label: str
     method: str
@@ -77,6 +81,7 @@ class Recipe:
     run: RunConfig
     pipeline: PipelineConfig
     live: LiveConfig
+    faults: FaultsConfig | None = None
 
     @property
     def replicas(self) -> int:
@@ -87,6 +92,17 @@ class Recipe:
         """Settings of the method that are not the published ones: name to (used, published)."""
         published = type(self.config)()
         return {name: (value, getattr(published, name)) for name, value in self.config if value != getattr(published, name)}
+
+    def with_faults(self, faults: FaultsConfig) -> Recipe:
+        """This recipe with faults; with an empty schedule of them, its invariants are checked.
+
+        Raises:
+            UserError: the model is in stages.
+        """
+        stages = self.pipeline.stages
+        if stages > 1:
+            raise UserError(f"faults: a model in stages (pipeline.stages = {stages}) cannot have any yet; give stages = 1")
+        return replace(self, faults=faults)
 
     def to_yaml(self) -> str:
         """The recipe with all defaults filled in; `parse_recipe` reads it back."""
@@ -100,6 +116,8 @@ class Recipe:
             "run": self.run.model_dump(mode="json"),
             "live": self.live.model_dump(mode="json"),
         }
+        if self.faults is not None:
+            data["faults"] = self.faults.model_dump(mode="json")
         return dump(data)
 
 
@@ -130,7 +148,7 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
             f"pipeline.stages = {pipeline.stages}: topology {topology.name!r} has {len(topology.workers)} workers, "
             f"which is no multiple of that"
         )
-    return Recipe(
+    recipe = Recipe(
         label=label,
         method=method,
         config=config,
@@ -141,6 +159,8 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
         pipeline=pipeline,
         live=_live(data.get("live", {})),
     )
+    faults = parse_faults(data.get("faults"))
+    return recipe if faults is None else recipe.with_faults(faults)
 
 
 def read_recipe(path: Path, overrides: list[str]) -> Recipe:

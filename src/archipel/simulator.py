@@ -7,10 +7,15 @@ Events are ordered by (time, sequence number) and by nothing else, so that one s
 the profile's step time divided by its worker's relative speed. Its gradients are computed in the background from the
 moment it starts on the virtual clock, and are waited for only when they are the next event: all workers that train at
 the same virtual time really train at the same time.
+
+Faults that a recipe asks for are events like all others, and what is lost is taken off the heap: a node that is gone has nothing
+under way. With a schedule, even an empty one, the books of `invariants.py` are kept; without one, nothing of this is touched.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +27,10 @@ import torch
 from torch import Tensor
 
 from archipel import outer
-from archipel.actor import Actor, Gradient, Group, Message, NodeId, Reduced, Start, Trained, Vector, Worker
+from archipel.actor import Actor, Gradient, Group, Joined, Lost, Message, NodeId, Reduced, Start, Trained, Vector, Worker
 from archipel.errors import Diverged, TrainingError, UserError
+from archipel.faults import Cut, Fail, Faults, Mend, Notice, Return, Save, Strike
+from archipel.invariants import Ledger, Violation, counts
 from archipel.metrics import Evaluation, Recorder, Training
 from archipel.network import FairLink, Network
 from archipel.pipeline import Pipeline, join, norm_end_s, step_end_s
@@ -79,7 +86,7 @@ class Tally:
     slow_link_bytes: float = 0.0
 
 
-Event = Deliver | Finish | Drain | Tally
+Event = Deliver | Finish | Drain | Tally | Strike
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -91,14 +98,52 @@ class Call:
     progress: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Contribution:
+    """What a member of a collective called with, while it waits for the others."""
+
+    group: Group
+    vector: Vector
+    round: int
+
+
+@dataclass
+class Trouble:
+    """How things stand in a run with faults.
+
+    Attributes:
+        down: who is not there, and since when.
+        lost: those of them whose peers have been told.
+        left: those who never come again.
+        severed: pairs of regions whose nodes take each other for lost.
+        saves: the states that nodes would restart from.
+        reducing: the members of collectives that wait for others.
+        reduced: what each member last gave to a collective that has started.
+        rng: drawn from for messages that are lost or doubled.
+    """
+
+    down: dict[NodeId, float]
+    lost: dict[NodeId, None]
+    saves: dict[NodeId, Actor]
+    rng: np.random.Generator
+    left: dict[NodeId, None] = field(default_factory=dict)
+    severed: dict[tuple[str, str], None] = field(default_factory=dict)
+    reducing: dict[NodeId, Contribution] = field(default_factory=dict)
+    reduced: dict[NodeId, Contribution] = field(default_factory=dict)
+
+
 @dataclass
 class Transfer:
-    """A message on its way over a shared link, from the sender's `start_s`; `latency_s` comes after its last byte has left."""
+    """A message on its way over a shared link, from the sender's `start_s`; `latency_s` comes after its last byte has left.
+
+    `followers` are later and smaller messages between the same two nodes that have left already; they must not arrive before it.
+    """
 
     deliver: Deliver
     start_s: float
     latency_s: float
     size_bytes: float
+    followers: list[Transfer] = field(default_factory=list)
 
 
 @dataclass
@@ -112,7 +157,7 @@ class SharedLink:
 
 FIXED = (
     "network", "profile", "trainer", "stop", "evaluate_every", "tokens_per_step", "parameters", "seed", "pipeline", "step_time_s",
-    "vector_bytes",
+    "vector_bytes", "faults",
 )  # fmt: skip
 """What a simulator is made with and never changes; all its other attributes are its state."""
 
@@ -132,6 +177,7 @@ class Simulator:
         parameters: how many leading entries of a whole model's vector are parameters.
         seed: of the nodes' random numbers.
         pipeline: how the workers share the replicas' stages; None: each has a whole replica.
+        faults: what goes wrong; None: nothing, and no books are kept.
     """
 
     def __init__(
@@ -149,6 +195,7 @@ class Simulator:
         parameters: int,
         seed: int,
         pipeline: Pipeline | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.actors = {actor.me: actor for actor in actors}
         if len(self.actors) < len(actors):
@@ -157,7 +204,7 @@ class Simulator:
         self.step_time_s = {worker.id: profile.step_time_s / (worker.speed / fastest) for worker in workers}
         self.network, self.profile, self.trainer, self.recorder, self.stop = network, profile, trainer, recorder, stop
         self.evaluate_every, self.tokens_per_step, self.parameters = evaluate_every, tokens_per_step, parameters
-        self.seed, self.pipeline = seed, pipeline
+        self.seed, self.pipeline, self.faults = seed, pipeline, faults
         self.vector_bytes = {actor.me: profile.model_bytes * (pipeline.share(actor.me) if pipeline else 1.0) for actor in actors}
         self.contexts = {actor.me: NodeContext(actor.me, self, seed, i) for i, actor in enumerate(actors)}
         self.now = 0.0
@@ -175,6 +222,10 @@ class Simulator:
         self.last_arrival_s: dict[tuple[NodeId, NodeId], float] = {}
         self.shared: dict[tuple[str, str], SharedLink] = {}
         self.evaluations: list[tuple[Evaluation, Promise, list[Promise]]] = []
+        self.ledger, self.trouble = Ledger(), Trouble({}, {}, {}, np.random.default_rng(0))
+        if faults is not None:
+            absent = dict.fromkeys(faults.absent, 0.0)
+            self.trouble = Trouble(absent, {}, {}, np.random.default_rng((seed, faults.seed, 0xFA17)))
 
     def run(self, pause: Callable[[], bool] = lambda: False) -> str | None:
         """Run to the end; the name of the stop rule that ended it: `steps`, `seconds` or `target_loss`.
@@ -184,11 +235,15 @@ class Simulator:
         Raises:
             Diverged: a loss is not finite.
             TrainingError: nothing can happen any more (a deadlock), or training failed.
+            Violation: there is a schedule of faults, and an invariant does not hold.
         """
         reason = None
         if not self.sequence:  # nothing has happened
             for node in self.actors:
-                self.push(0.0, Deliver(node, Start(), node))
+                if node not in self.trouble.down:
+                    self.push(0.0, Deliver(node, Start(), node))
+            if self.faults is not None:
+                self._plan(self.faults)
             reason = self._evaluate_at_marks()
         while reason is None:
             if self.changed and (not self.heap or self.heap[0][0] > self.now):  # all of this moment has happened
@@ -196,15 +251,21 @@ class Simulator:
                 reason = self._evaluate_at_marks()
                 continue
             if not self.heap:
+                if self.faults is not None and set(self.step_time_s) - set(self.trouble.down) - self._excused():
+                    raise Violation("liveness", self._deadlock())
                 raise TrainingError(self._deadlock())
-            time_s, _, event = heapq.heappop(self.heap)
-            if self.stop.seconds is not None and time_s > self.stop.seconds:
+            if self.stop.seconds is not None and self.heap[0][0] > self.stop.seconds:
                 self.now, reason = self.stop.seconds, "seconds"
                 break
+            time_s, _, event = heapq.heappop(self.heap)
+            if self.faults is not None:
+                self.ledger.time(self.now, time_s)
             self.now = time_s
             self.events += 1
             match event:
                 case Deliver(to=to, message=message, sender=sender):
+                    if self.faults is not None and to != sender:
+                        self.ledger.delivers(sender, to, message, self._size_bytes(event))
                     self._handle(to, message, sender)
                 case Finish(worker=worker):
                     self._handle(worker, self._answer(event), worker)
@@ -212,9 +273,13 @@ class Simulator:
                     self._drain(event)
                 case Tally(messages=messages, sent_bytes=sent_bytes, slow_link_bytes=slow_link_bytes):
                     self.recorder.counts(messages, sent_bytes, slow_link_bytes)
+                case _:
+                    self._strike(event)
             if pause():
                 return None
-        if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps < self.absorbed:
+        if self.faults is not None:
+            self._check_books(self.faults)
+        if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps != self.absorbed:
             self._evaluate()
         self.collect_evaluations()
         return reason
@@ -233,16 +298,22 @@ class Simulator:
         """Inner steps that the model to take home has absorbed; one that a replica takes in stages is one."""
         return self.absorbed_by_nodes // (self.pipeline.stages if self.pipeline else 1)
 
+    def holders(self) -> list[Actor]:
+        """Those who hold a part of the model to take home; if nobody is there who does, those who were there last."""
+        holders, down = [actor for actor in self.actors.values() if actor.model() is not None], self.trouble.down
+        last_s = max((down[actor.me] for actor in holders if actor.me in down), default=0.0)
+        return [actor for actor in holders if actor.me not in down] or [actor for actor in holders if down[actor.me] == last_s]
+
     def parts(self) -> list[Vector]:
         """The whole models whose mean is the one that a user takes home."""
         if self.pipeline is None:
-            return [part for actor in self.actors.values() if (part := actor.model()) is not None]
+            return [part for actor in self.holders() if (part := actor.model()) is not None]
         stages = [[part for node in stage if (part := self.actors[node].model()) is not None] for stage in self.pipeline.nodes]
         return [join(parts, self.pipeline.parameters) for parts in zip(*stages, strict=True)]
 
     def outer_steps(self) -> int:
         """Those of the first actor that holds a part of the model to take home."""
-        return next(actor.outer_steps for actor in self.actors.values() if actor.model() is not None)
+        return self.holders()[0].outer_steps
 
     def local_updates(self) -> int:
         """Those of all actors."""
@@ -256,17 +327,25 @@ class Simulator:
 
     def _handle(self, to: NodeId, message: Message, sender: NodeId) -> None:
         actor = self.actors[to]
+        if self.faults is not None:
+            self._handle_by_the_books(actor, message, sender)
+            return
         before = actor.absorbed
         actor.upon(message, sender, self.contexts[to])
         if actor.absorbed != before:
-            self.absorbed_by_nodes += actor.absorbed - before
-            self.changed = True
-            self.unabsorbed.clear()
-            self.recorder.on_progress(self.absorbed, self.now)
+            self._absorbed(self.absorbed_by_nodes + actor.absorbed - before)
+
+    def _absorbed(self, steps: int) -> None:
+        self.absorbed_by_nodes = steps
+        self.changed = True
+        self.unabsorbed.clear()
+        self.recorder.on_progress(self.absorbed, self.now)
 
     def _answer(self, event: Finish) -> Message:
         self.training.discard(event.worker)
         self._check_plan(event)
+        if self.faults is not None:
+            self.ledger.trained += event.steps
         try:
             answer: Message = event.answer.result()
         except Diverged as error:
@@ -302,13 +381,15 @@ class Simulator:
             self._occupy(worker)
             self._join(self.pipeline, worker, Call(theta.clone(), steps, progress))
         else:
-            seconds = steps * self.step_time_s[worker]
+            seconds = self._compute_s(worker, steps * self.step_time_s[worker])
             answer = self.trainer.train(worker, theta, steps, progress, self.now + seconds)
             self.start_training(worker, seconds, answer, steps, progress)
 
     def start_training(self, worker: NodeId, seconds: float, answer: Promise, steps: int, progress: int) -> None:
         """A worker takes `steps` inner steps in `seconds`; it must not be computing already."""
         self._occupy(worker)
+        if self.faults is not None:
+            self.ledger.begins(worker, self.now, steps * self.step_time_s[worker])
         if seconds:
             self.recorder.computes(worker, self.now, self.now + seconds)
         self.push(self.now + seconds, Finish(worker, answer, steps, progress))
@@ -371,14 +452,24 @@ class Simulator:
     def send(self, sender: NodeId, to: NodeId, message: Message) -> None:
         if to not in self.actors:
             raise TrainingError(f"{sender} sent {type(message).__name__} to {to}, and there is no such node")
-        size_bytes = self.vector_bytes[sender] * _vectors(message)
         deliver = Deliver(to, message, sender)
+        size_bytes = self._size_bytes(deliver)
+        if self.faults is not None and sender != to:
+            if not self._reachable(sender, to):
+                self._count_lost(deliver, 1)
+                return
+            self.ledger.sends(sender, to, message)
         if self.network.topology.sharing == "fair" and sender.region != to.region:
             self._share(deliver, size_bytes)
         else:
             self._arrive(deliver, self.now, self.now + self.network.message_s(sender, to, size_bytes), size_bytes)
 
+    def _size_bytes(self, deliver: Deliver) -> float:
+        return self.vector_bytes[deliver.sender] * _vectors(deliver.message)
+
     def _arrive(self, deliver: Deliver, start_s: float, end_s: float, size_bytes: float) -> None:
+        if self.faults is not None and deliver.sender != deliver.to:
+            end_s = self._disturbed(self.faults, deliver, start_s, end_s)
         # Messages of one sender to one receiver keep their order, whatever the jitter.
         pair = deliver.sender, deliver.to
         end_s = self.last_arrival_s[pair] = max(end_s, self.last_arrival_s.get(pair, 0.0))
@@ -386,18 +477,29 @@ class Simulator:
         self.recorder.sends(deliver.sender, start_s, end_s, size_bytes, slow=slow)
         self.push(end_s, deliver)
 
-    def all_reduce(self, member: NodeId, group: Group, vector: Vector) -> None:
+    def all_reduce(self, member: NodeId, group: Group, vector: Vector, round: int) -> None:
+        if self.faults is not None:
+            self.trouble.reducing[member] = Contribution(group, vector, round)
+            self._reduce_if_complete(member)
+            return
         waiting = self.gathering.setdefault(group, {})
         waiting[member] = vector
-        if len(waiting) < len(group):
-            return
-        del self.gathering[group]
-        reduced = Reduced(outer.mean([waiting[node] for node in group]))
-        cost = self.network.all_reduce(group, self.vector_bytes[member])
+        if len(waiting) == len(group):
+            del self.gathering[group]
+            self._reduce(group, waiting, round)
+
+    def _reduce(self, group: Group, vectors: dict[NodeId, Vector], round: int) -> None:
+        reduced = Reduced(outer.mean([vectors[node] for node in group]), group, round)
+        cost = self.network.all_reduce(group, self.vector_bytes[group[0]])
+        end_s = self.now + cost.seconds
+        if self.faults is not None:
+            end_s = self.faults.collective_end_s(group, self.now, cost.seconds)
+            self.ledger.delivered_bytes += cost.sent_bytes
+            self.ledger.longest_message_s = max(self.ledger.longest_message_s, cost.seconds)
         self.recorder.counts(cost.messages, cost.sent_bytes, cost.slow_link_bytes)
-        self.recorder.reduces(group, self.now, self.now + cost.seconds)
+        self.recorder.reduces(group, self.now, end_s)
         for node in group:
-            self.push(self.now + cost.seconds, Deliver(node, reduced, node))
+            self.push(end_s, Deliver(node, reduced, node))
 
     # Shared links
 
@@ -420,13 +522,224 @@ class Simulator:
         shared.link.advance(self.now)
         del shared.link.remaining[ended]
         transfer = shared.transfers.pop(ended)
-        self._arrive(transfer.deliver, transfer.start_s, self.now + transfer.latency_s, transfer.size_bytes)
+        pair = transfer.deliver.sender, transfer.deliver.to
+        for key, other in shared.transfers.items():
+            if key < ended and (other.deliver.sender, other.deliver.to) == pair:
+                other.followers += [transfer, *transfer.followers]
+                break
+        else:
+            for arrived in (transfer, *transfer.followers):
+                self._arrive(arrived.deliver, arrived.start_s, self.now + arrived.latency_s, arrived.size_bytes)
         if shared.transfers:
             self._await_next_end(event.direction, shared)
 
     def _await_next_end(self, direction: tuple[str, str], shared: SharedLink) -> None:
         shared.version += 1
         self.push(shared.link.next_end()[0], Drain(direction, shared.version))
+
+    # Faults
+
+    def _plan(self, faults: Faults) -> None:
+        """Put all that will go wrong on the heap, and tell the peers of those who are not there yet."""
+        for node in self.trouble.down:
+            self.push(0.0, Notice(node, 0.0))
+        for time_s, strike in faults.strikes():
+            if isinstance(strike, Save) and strike.node not in self.trouble.saves:
+                self.trouble.saves[strike.node] = copy.deepcopy(self.actors[strike.node])
+            if time_s or not isinstance(strike, Save):
+                self.push(time_s, strike)
+
+    def _strike(self, strike: Strike) -> None:
+        assert self.faults is not None
+        trouble = self.trouble
+        self._check_books(self.faults)
+        match strike:
+            case Save(node) if node not in trouble.down:
+                trouble.saves[node] = copy.deepcopy(self.actors[node])
+            case Fail(node, leaves):
+                self._fail(node, leaves=leaves)
+            case Notice(node, since_s) if trouble.down.get(node) == since_s and node not in trouble.lost:
+                self._lose(node)
+            case Return(node) if node in trouble.down and node not in trouble.left:
+                self._return(node)
+            case Cut(link):
+                trouble.severed[link] = None
+                self._drop(lambda sender, to: link in ((sender.region, to.region), (to.region, sender.region)))
+                for a, b in self._across(link):
+                    self._handle(a, Lost(b, unreachable=True), a)
+            case Mend(link):
+                del trouble.severed[link]
+                for a, b in self._across(link):
+                    self._handle(a, Joined(b), a)
+
+    def _fail(self, node: NodeId, *, leaves: bool) -> None:
+        """A node is gone, and all that it had under way."""
+        trouble = self.trouble
+        if leaves:
+            trouble.left[node] = None
+        if node not in trouble.down:
+            for _, _, event in self.heap:
+                if isinstance(event, Finish) and event.worker == node:
+                    with contextlib.suppress(Diverged, TrainingError):
+                        event.answer.result()  # the memory that it is computed in is needed again
+            self._drop(lambda sender, to: node in (sender, to), node)
+            self.training.discard(node)
+            trouble.reducing.pop(node, None)
+            trouble.down[node] = self.now
+            self._recount()
+            assert self.faults is not None
+            self.push(self.now + self.faults.deadline_s, Notice(node, self.now))
+        if leaves and node not in trouble.lost:
+            self._lose(node)
+
+    def _lose(self, node: NodeId) -> None:
+        """The others are told that a node is gone. A collective that waited for it goes on without it."""
+        trouble = self.trouble
+        trouble.lost[node] = None
+        for member, call in trouble.reducing.items():
+            left = tuple(other for other in call.group if other != node)
+            trouble.reducing[member] = Contribution(left, call.vector, call.round)
+        self._tell_peers_of(node, Lost(node))
+        for member in list(trouble.reducing):
+            self._reduce_if_complete(member)
+
+    def _return(self, node: NodeId) -> None:
+        """A node comes (again), with the state of its last save."""
+        trouble, actor = self.trouble, self.actors[node]
+        if node not in trouble.lost:
+            self._lose(node)
+        if node in trouble.saves:
+            actor = self.actors[node] = copy.deepcopy(trouble.saves[node])
+        del trouble.down[node], trouble.lost[node]
+        self.ledger.restarted[node] = None
+        self._handle(node, Joined(node), node)
+        self._recount()
+        self._tell_peers_of(node, Joined(node))
+        for peer in dict.fromkeys(actor.peers()):
+            if peer in trouble.lost:
+                self._handle(node, Lost(peer), node)
+            elif not self._connected(node, peer):
+                self._handle(node, Lost(peer, unreachable=True), node)
+
+    def _tell_peers_of(self, node: NodeId, message: Message) -> None:
+        for actor in list(self.actors.values()):
+            reachable = isinstance(message, Lost) or self._connected(actor.me, node)
+            if actor.me != node and actor.me not in self.trouble.down and reachable and node in actor.peers():
+                self._handle(actor.me, message, actor.me)
+
+    def _across(self, link: tuple[str, str]) -> list[tuple[NodeId, NodeId]]:
+        """Those that are there and have a peer at the other end of a link, and that peer."""
+        down = self.trouble.down
+        return [
+            (actor.me, peer)
+            for actor in self.actors.values()
+            for peer in dict.fromkeys(actor.peers())
+            if {actor.me.region, peer.region} == {*link} and actor.me not in down and peer not in down
+        ]
+
+    def _connected(self, a: NodeId, b: NodeId) -> bool:
+        severed = self.trouble.severed
+        return (a.region, b.region) not in severed and (b.region, a.region) not in severed
+
+    def _reachable(self, a: NodeId, b: NodeId) -> bool:
+        return a not in self.trouble.down and b not in self.trouble.down and self._connected(a, b)
+
+    def _drop(self, lost: Callable[[NodeId, NodeId], bool], gone: NodeId | None = None) -> None:
+        """Take messages off the heap that are lost, by sender and receiver; and all that `gone` waited for."""
+        kept = []
+        for item in self.heap:
+            event = item[2]
+            match event:
+                case Deliver(to=to, sender=sender, message=message) if to != sender and lost(sender, to):
+                    self.ledger.drops(sender, to, message, self._size_bytes(event))
+                    continue
+                case Deliver(to=node) | Finish(worker=node) if node == gone:
+                    continue
+                case Deliver(to=node, message=Reduced(group=group)) if gone in group:  # it will begin again, without it
+                    call = self.trouble.reduced[node]
+                    self.trouble.reducing[node] = Contribution(group, call.vector, call.round)
+                    continue
+            kept.append(item)
+        self.heap = kept
+        heapq.heapify(self.heap)
+        for direction, shared in self.shared.items():
+            shared.link.advance(self.now)
+            for key, transfer in list(shared.transfers.items()):
+                if lost(transfer.deliver.sender, transfer.deliver.to):  # its bytes are counted when the last one has left
+                    for dropped in (transfer, *transfer.followers):
+                        self.ledger.drops(dropped.deliver.sender, dropped.deliver.to, dropped.deliver.message, 0.0)
+                    del shared.transfers[key], shared.link.remaining[key]
+            shared.version += 1
+            if shared.transfers:
+                self._await_next_end(direction, shared)
+        for pair in [pair for pair in self.last_arrival_s if lost(*pair)]:
+            del self.last_arrival_s[pair]
+
+    def _compute_s(self, worker: NodeId, seconds: float) -> float:
+        """Seconds of inner steps that begin now, if they take `seconds` where nothing slows them down."""
+        return seconds if self.faults is None else self.faults.compute_s(worker, self.now, seconds)
+
+    def _disturbed(self, faults: Faults, deliver: Deliver, start_s: float, end_s: float) -> float:
+        """When a message that would arrive at `end_s` does arrive. What is sent again or twice is counted at once."""
+        sender, to = deliver.sender, deliver.to
+        self.ledger.longest_message_s = max(self.ledger.longest_message_s, end_s - start_s)
+        end_s, copies = faults.arrival(self.trouble.rng, sender, to, start_s, end_s, end_s - start_s)
+        if copies > 1:
+            self._count_lost(deliver, copies - 1)
+        return end_s
+
+    def _count_lost(self, deliver: Deliver, copies: int) -> None:
+        size_bytes = copies * self._size_bytes(deliver)
+        self.recorder.counts(copies, size_bytes, size_bytes if deliver.sender.region != deliver.to.region else 0.0)
+        self.ledger.lost_bytes += size_bytes
+
+    def _reduce_if_complete(self, member: NodeId) -> None:
+        """Start the collective that `member` waits in, if all have called who are named by one of those that wait in it."""
+        reducing = self.trouble.reducing
+        if member not in reducing:
+            return
+        number, named, seen = reducing[member].round, {member}, set[NodeId]()
+        while named != seen:
+            seen = set(named)
+            for caller, call in reducing.items():
+                if call.round == number and (caller in named or not named.isdisjoint(call.group)):
+                    named |= {caller, *(node for node in call.group if node not in self.trouble.lost)}
+        if any(node not in reducing or reducing[node].round != number for node in named):
+            return
+        group = tuple(node for node in self.actors if node in named)
+        calls = {node: reducing.pop(node) for node in group}
+        self.trouble.reduced.update(calls)
+        self._reduce(group, {node: call.vector for node, call in calls.items()}, number)
+
+    def _handle_by_the_books(self, actor: Actor, message: Message, sender: NodeId) -> None:
+        before = counts(actor)
+        actor.upon(message, sender, self.contexts[actor.me])
+        self.ledger.counts(actor, before, server=actor.me not in self.step_time_s)
+        if actor.absorbed != before[-1]:
+            self._recount()
+
+    def _recount(self) -> None:
+        """Count the absorbed inner steps anew: those of the dead only count if nobody who is there holds the model."""
+        absorbed = sum(actor.absorbed for actor in self.holders())
+        if absorbed != self.absorbed_by_nodes:
+            self._absorbed(absorbed)
+            self.ledger.absorbs(absorbed)
+
+    def _excused(self) -> set[NodeId]:
+        """Workers that may have to wait until a server of theirs is there again, or a link is up."""
+        return {
+            node
+            for node in self.step_time_s
+            for peer in self.actors[node].peers()
+            if not self._connected(node, peer) or (peer not in self.step_time_s and peer in self.trouble.down)
+        }
+
+    def _check_books(self, faults: Faults) -> None:
+        in_flight = [event for _, _, event in self.heap if isinstance(event, Deliver) and event.sender != event.to]
+        self.ledger.bytes(self.recorder.sent_bytes, sum(self._size_bytes(deliver) for deliver in in_flight))
+        workers = [node for node in self.step_time_s if node not in self.trouble.down]
+        lag_s = faults.apart_s * max(self.step_time_s.values()) / min(self.step_time_s.values())
+        self.ledger.alive(workers, self._excused(), faults.quiet_since_s(self.now), self.now, lag_s)
 
     # Evaluation
 
@@ -495,8 +808,17 @@ class Simulator:
             for node in calls:
                 gathered.add(node)
                 yield f"{node} waits for the other stages of its pipeline to train"
+        reducing = self.trouble.reducing
+        for node, call in reducing.items():
+            gathered.add(node)
+            missing = _first(
+                (str(other) for other in call.group if other not in reducing or reducing[other].round != call.round), 4
+            )
+            yield f"{node} waits in all-reduce {call.round} of {len(call.group)} for {missing}"
         for actor in self.actors.values():
-            if actor.me not in gathered:
+            if actor.me in self.trouble.down:
+                yield f"{actor.me} is lost"
+            elif actor.me not in gathered:
                 yield f"{actor.me} waits for {actor.waits_for()}"
 
 
@@ -533,7 +855,7 @@ class NodeContext:
         simulator = self.simulator
         if simulator.pipeline:
             raise UserError("pipeline: this method asks for single gradients, which a model in stages does not give")
-        seconds = simulator.step_time_s[self.me]
+        seconds = simulator._compute_s(self.me, simulator.step_time_s[self.me])
         answer = simulator.trainer.gradient(self.me, theta, self.now + seconds)
         simulator.start_training(self.me, seconds, answer, 1, progress)
 
@@ -542,8 +864,8 @@ class NodeContext:
         answer = self.simulator.trainer.apply(self.me, theta, gradient, progress, self.now)
         self.simulator.start_training(self.me, 0.0, answer, 0, progress)
 
-    def all_reduce(self, group: Group, vector: Vector) -> None:
-        self.simulator.all_reduce(self.me, group, vector)
+    def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
+        self.simulator.all_reduce(self.me, group, vector, round)
 
 
 def _vectors(message: Message) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from archipel.actor import Actor, Context, Message, MethodConfig, NodeId, Start, Vector, World
+from archipel.actor import Actor, Context, Joined, Message, MethodConfig, NodeId, Start, Vector, World
 from archipel.outer import DelayedNesterov, delayed_nesterov
 from archipel.parameter_server import Delta, Model, Worker
 
@@ -38,7 +38,7 @@ class Server(Actor):
 
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
-            case Start():
+            case Start() | Joined(node=self.me):  # after a restart, whoever waited for an answer would wait for ever
                 for worker in self.workers:
                     ctx.send(worker, Model(self.theta.clone(), self.absorbed))
             case Delta(gradient=gradient, steps=steps):
@@ -46,6 +46,8 @@ class Server(Actor):
                 self.outer_steps += 1
                 self.absorbed += steps
                 ctx.send(sender, Model(self.theta.clone(), self.absorbed))
+            case Joined(node=worker):
+                ctx.send(worker, Model(self.theta.clone(), self.absorbed))
 
     def model(self) -> Vector:
         return self.theta

@@ -4,17 +4,19 @@ Every round all workers start from the same θ and take H inner steps (line 4-8)
 `θ_start − θ_i` (line 12); the outer optimizer is SGD with Nesterov momentum (line 14). A round lasts as long as its slowest worker
 plus the all-reduce. With `dynamic_steps` slower workers take fewer steps (DynUpd in HALoS, arXiv 2506.04531).
 
+Who comes and goes is the business of `collective.py`: who is lost is in the mean no longer, a newcomer gets θ and the momentum.
+
 Defaults are those of HALoS' comparison: H = 32, outer lr 0.7, momentum 0.9.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pydantic import Field
 
-from archipel.actor import Actor, Context, Group, Message, MethodConfig, NodeId, Reduced, Start, Trained, Vector, World
+from archipel.actor import Context, Message, MethodConfig, NodeId, Reduced, Start, Trained, Vector, World
+from archipel.collective import Member
 from archipel.outer import Nesterov, nesterov
 from archipel.vector import outer_gradient
 
@@ -29,46 +31,55 @@ class Config(MethodConfig):
 
 
 @dataclass(kw_only=True)
-class Worker(Actor):
-    theta: Vector
+class Worker(Member):
+    """`steps` are my inner steps in a round, `steps_of` those of each worker, `round_steps` those of all together."""
+
     outer: Nesterov
-    group: Group
     steps: int
+    steps_of: dict[NodeId, int]
     round_steps: int
-    progress: int = 0
 
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
             case Start():
-                ctx.train(self.theta, self.steps, self.progress)
+                self.begin(ctx)
             case Trained(theta=theta):
-                ctx.all_reduce(self.group, outer_gradient(self.theta, theta, len(self.outer.velocity)))
-            case Reduced(mean=gradient):
+                if self.computed(ctx):
+                    ctx.all_reduce(self.group, outer_gradient(self.theta, theta, len(self.outer.velocity)), self.round)
+            case Reduced(mean=gradient, group=group, round=self.round):
                 self.outer.step(self.theta, gradient)
-                self.outer_steps += 1
-                self.progress += self.round_steps
-                self.absorbed = self.progress if self.me == self.group[0] else 0
-                ctx.train(self.theta, self.steps, self.progress)
+                self.agree(group)
+                self.progress += self.round_steps if group is self.everybody else sum(self.steps_of[member] for member in group)
+                self.next_round(ctx)
+            case _:
+                self.upon_membership(message, sender, ctx)
 
-    def model(self) -> Vector | None:
-        """All workers hold the same model: the first one's is taken."""
-        return self.theta if self.me == self.group[0] else None
+    def compute(self, ctx: Context) -> None:
+        self.outer_steps = self.round
+        ctx.train(self.theta, self.steps, self.progress)
 
-    def peers(self) -> Iterable[NodeId]:
-        return self.group
+    def momentum(self) -> Vector:
+        return self.outer.velocity
+
+    def take_over(self, momentum: Vector | None) -> None:
+        assert momentum is not None
+        self.outer.velocity = momentum.clone()
 
 
 def build(config: Config, world: World, theta: Vector) -> list[Worker]:
     """One actor a worker; each keeps the outer optimizer's state, equal on all."""
     steps = world.inner_steps(config.inner_steps, dynamic=config.dynamic_steps)
+    everybody, round_steps = tuple(steps), sum(steps.values())
     return [
         Worker(
             me=me,
             theta=theta.clone(),
             outer=nesterov(config.outer_lr, config.outer_momentum, world.parameters),
-            group=tuple(steps),
+            everybody=everybody,
+            group=everybody,
             steps=steps[me],
-            round_steps=sum(steps.values()),
+            steps_of=steps,
+            round_steps=round_steps,
         )
         for me in steps
     ]

@@ -13,6 +13,10 @@ but are part of no report, in the authors' code and with `report_since: merge`. 
 `report_since: send` the next report starts where the last one ended (the merge then moves the starting point by as
 much as it moves the model).
 
+When something is lost: a report that is lost is not sent again, for nobody knows whether it was applied. A server that is there
+again sends its model to all that it serves, and a local server blends it in like an answer. A local server that restarts
+begins a new report, since its save may hold updates that it has reported already.
+
 Defaults are those the authors chose by sweep on a 70M model; H = 8 is their script's, the paper's table has 32. The
 learning rates are 0.15 · 2 and 0.2 · 16: their scripts multiply by the buffer.
 """
@@ -25,7 +29,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from archipel.actor import Actor, Context, Message, MethodConfig, NodeId, Start, Vector, World
+from archipel.actor import Actor, Context, Joined, Message, MethodConfig, NodeId, Start, Vector, World
 from archipel.outer import DelayedNesterov, delayed_nesterov
 from archipel.parameter_server import Delta, Model, Worker
 from archipel.vector import outer_gradient
@@ -72,18 +76,27 @@ class LocalServer(Actor):
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
             case Start():
-                for worker in self.workers:
-                    ctx.send(worker, Model(self.theta.clone(), 0))
+                self.answer(self.workers, ctx)
             case Delta(gradient=gradient, steps=steps):  # from a worker: apply at once, answer at once
                 self.outer.step(self.theta, gradient)
                 self.local_updates += 1
                 self.unreported += steps
                 if self.local_updates == self.merged_at + self.config.accumulate:
                     self.report(ctx)
-                ctx.send(sender, Model(self.theta.clone(), self.progress + self.in_flight + self.unreported))
+                self.answer((sender,), ctx)
             case Model(theta=theta, progress=progress):  # from the global server: blend, do not overwrite
                 self.merge(theta)
                 self.progress, self.in_flight = progress, 0
+            case Joined(node=self.me):
+                self.base, self.merged_at = self.theta.clone(), self.local_updates
+                self.unreported = self.in_flight = 0
+                self.answer(self.workers, ctx)
+            case Joined(node=worker) if worker in self.workers:
+                self.answer((worker,), ctx)
+
+    def answer(self, workers: Iterable[NodeId], ctx: Context) -> None:
+        for worker in workers:
+            ctx.send(worker, Model(self.theta.clone(), self.progress + self.in_flight + self.unreported))
 
     def report(self, ctx: Context) -> None:
         ctx.send(self.global_server, Delta(outer_gradient(self.base, self.theta, len(self.outer.velocity)), self.unreported))
@@ -94,12 +107,12 @@ class LocalServer(Actor):
     def merge(self, theta: Vector) -> None:
         before = self.theta.clone()
         self.theta.lerp_(theta, self.config.merge_weight)
-        match self.config.report_since:
-            case "merge":
-                self.base = self.theta.clone()
-            case "send":
-                self.base += self.theta - before
-        self.merged_at = self.local_updates
+        if self.in_flight and self.config.report_since == "merge":
+            self.base = self.theta.clone()
+        else:  # also if this is no answer, so that nothing is left out of the next report
+            self.base += self.theta - before
+        if self.in_flight:
+            self.merged_at = self.local_updates
 
     def peers(self) -> Iterable[NodeId]:
         return (*self.workers, self.global_server)
@@ -121,6 +134,11 @@ class GlobalServer(Actor):
                 self.outer_steps += 1
                 self.absorbed += steps
                 ctx.send(sender, Model(self.theta.clone(), self.absorbed))
+            case Joined(node=self.me):
+                for server in self.local_servers:
+                    ctx.send(server, Model(self.theta.clone(), self.absorbed))
+            case Joined(node=server):
+                ctx.send(server, Model(self.theta.clone(), self.absorbed))
 
     def model(self) -> Vector:
         return self.theta

@@ -7,6 +7,10 @@ of n; the members send each other φ and Δ, and each one takes the step of `out
 Two workers may be many outer steps apart: a message says which step it belongs to, and one that comes early is kept. Where n does
 not divide the number of workers, the last group is smaller; a worker left over alone steps alone.
 
+When a peer is lost, the rest of its group steps without it, if need be alone. A worker that comes (back) takes φ and the outer step
+from one peer, if that one is further, and starts without momentum. Nobody has to agree on who takes part: whoever gets the
+exchange of an outer step that it has taken already, or takes without the sender, answers `Passed`, and is not waited for.
+
 Defaults are published (α = 0.5, β = 0.7, n = 2, m = 50). The paper does not print γ; 0.7 is what its code uses.
 """
 
@@ -19,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 from pydantic import Field
 
-from archipel.actor import Actor, Context, Group, Message, MethodConfig, NodeId, Start, Trained, Vector, World
+from archipel.actor import Actor, Context, Group, Joined, Lost, Message, MethodConfig, NodeId, Start, Trained, Vector, World
 from archipel.outer import gossip
 from archipel.vector import outer_gradient
 
@@ -44,8 +48,37 @@ class Exchange(Message):
     outer_step: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Passed(Message):
+    """The answer to an exchange that comes too late: do not wait for mine."""
+
+    outer_step: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ask(Message):
+    """From a worker that has come (back) to one of its peers: where are you?"""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Here(Message):
+    """And the answer."""
+
+    phi: Vector
+    outer_step: int
+
+
 @dataclass(kw_only=True)
 class Worker(Actor):
+    """One worker.
+
+    Attributes:
+        inbox: exchanges of this outer step and later ones, by outer step and sender.
+        partners: with whom I exchange in this outer step, me among them, in rank order; None until my inner steps are done.
+        away: peers that are lost.
+        asked: whom I have asked where it is, since I have come (back); I am in no outer step until it answers.
+    """
+
     config: Config
     phi: Vector
     velocity: Vector
@@ -53,6 +86,9 @@ class Worker(Actor):
     seed: int
     steps: int
     inbox: dict[int, dict[NodeId, Exchange]] = field(default_factory=dict)
+    partners: Group | None = None
+    away: dict[NodeId, None] = field(default_factory=dict)
+    asked: NodeId | None = None
 
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
@@ -61,26 +97,66 @@ class Worker(Actor):
             case Trained(theta=theta):
                 exchange = Exchange(self.phi.clone(), outer_gradient(self.phi, theta, len(self.velocity)), self.outer_steps)
                 self.keep(exchange, self.me)
-                for peer in self.group():
+                self.partners = tuple(member for member in self.group() if member not in self.away)
+                for peer in self.partners:
                     if peer != self.me:
                         ctx.send(peer, exchange)
                 self.step_when_complete(ctx)
+            case Exchange(outer_step=outer_step) if self.asked or outer_step < self.outer_steps:
+                ctx.send(sender, Passed(outer_step))
             case Exchange():
                 self.keep(message, sender)
                 self.step_when_complete(ctx)
+            case Passed(outer_step=self.outer_steps):
+                self.go_without(sender, ctx)
+            case Lost(node=node):
+                self.away[node] = None
+                for exchanges in self.inbox.values():  # if it comes back it is another one, and knows nothing of mine
+                    exchanges.pop(node, None)
+                if node == self.asked:
+                    self.ask(ctx)
+                self.go_without(node, ctx)
+            case Joined(node=self.me):
+                self.velocity.zero_()
+                self.inbox, self.partners, self.away = {}, None, {}
+                self.ask(ctx)
+            case Joined(node=node):
+                self.away.pop(node, None)  # from my next exchange on
+            case Ask():
+                ctx.send(sender, Here(self.phi.clone(), self.outer_steps))
+            case Here(phi=phi, outer_step=outer_step) if sender == self.asked:
+                if outer_step > self.outer_steps:
+                    self.phi, self.outer_steps = phi.clone(), outer_step
+                self.asked = None
+                self.train(ctx)
+
+    def ask(self, ctx: Context) -> None:
+        """Ask the first peer after me where it is; if none is there, go on from my own φ."""
+        me = self.workers.index(self.me)
+        others = (*self.workers[me + 1 :], *self.workers[:me])
+        self.asked = next((peer for peer in others if peer not in self.away), None)
+        if self.asked is None:
+            self.train(ctx)
+        else:
+            ctx.send(self.asked, Ask())
 
     def train(self, ctx: Context) -> None:
         # There is no server that could tell the common progress: my own count stands for everybody's.
-        ctx.train(self.phi, self.steps, progress=self.absorbed * len(self.workers))
+        ctx.train(self.phi, self.steps, progress=self.outer_steps * self.steps * len(self.workers))
 
     def keep(self, exchange: Exchange, sender: NodeId) -> None:
         self.inbox.setdefault(exchange.outer_step, {})[sender] = exchange
 
+    def go_without(self, peer: NodeId, ctx: Context) -> None:
+        if self.partners is not None and peer not in self.inbox[self.outer_steps]:
+            self.partners = tuple(member for member in self.partners if member != peer)
+            self.step_when_complete(ctx)
+
     def step_when_complete(self, ctx: Context) -> None:
-        group, received = self.group(), self.inbox.get(self.outer_steps, {})
-        if len(received) < len(group):
+        received = self.inbox.get(self.outer_steps, {})
+        if self.partners is None or any(member not in received for member in self.partners):
             return
-        exchanges = [received[member] for member in group]
+        exchanges = [received[member] for member in self.partners]
         config = self.config
         gossip(
             self.phi,
@@ -91,7 +167,11 @@ class Worker(Actor):
             beta=config.beta,
             gamma=config.gamma,
         )
+        for stranger in received:
+            if stranger not in self.partners:
+                ctx.send(stranger, Passed(self.outer_steps))
         del self.inbox[self.outer_steps]
+        self.partners = None
         self.outer_steps += 1
         self.absorbed += self.steps
         self.train(ctx)
@@ -107,7 +187,9 @@ class Worker(Actor):
         return self.workers
 
     def waits_for(self) -> str:
-        missing = [str(peer) for peer in self.group() if peer not in self.inbox.get(self.outer_steps, {})]
+        if self.asked is not None:
+            return f"the weights of {self.asked}"
+        missing = [str(peer) for peer in self.partners or () if peer not in self.inbox[self.outer_steps]]
         return f"the exchange of outer step {self.outer_steps} from {', '.join(missing)}"
 
 

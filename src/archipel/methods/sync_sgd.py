@@ -2,14 +2,16 @@
 
 Every step: each worker's gradient on its own batch, the mean of all of them, one step of the inner optimizer. All workers hold the
 same weights and the same optimizer state throughout.
+
+Who comes and goes is the business of `collective.py`. A newcomer gets the weights; the state of its inner optimizer is its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from archipel.actor import Actor, Context, Gradient, Group, Message, MethodConfig, NodeId, Reduced, Start, Trained, Vector, World
+from archipel.actor import Context, Gradient, Message, MethodConfig, NodeId, Reduced, Start, Trained, Vector, World
+from archipel.collective import Member
 
 
 class Config(MethodConfig):
@@ -17,34 +19,31 @@ class Config(MethodConfig):
 
 
 @dataclass(kw_only=True)
-class Worker(Actor):
-    theta: Vector
-    group: Group
-    progress: int = 0
-
+class Worker(Member):
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
             case Start():
-                ctx.gradient(self.theta, self.progress)
+                self.begin(ctx)
             case Gradient(vector=gradient):
-                ctx.all_reduce(self.group, gradient)
-            case Reduced(mean=gradient):
+                if self.computed(ctx):
+                    ctx.all_reduce(self.group, gradient, self.round)
+            case Reduced(mean=gradient, group=group, round=self.round):
+                self.agree(group)
+                self.computing = True
                 ctx.apply(self.theta, gradient, self.progress)
             case Trained(theta=theta):
-                self.theta = theta
-                self.progress += len(self.group)
-                self.absorbed = self.progress if self.me == self.group[0] else 0
-                ctx.gradient(self.theta, self.progress)
+                if self.computed(ctx):
+                    self.theta = theta
+                    self.progress += len(self.group)
+                    self.next_round(ctx)
+            case _:
+                self.upon_membership(message, sender, ctx)
 
-    def model(self) -> Vector | None:
-        """All workers hold the same model: the first one's is taken."""
-        return self.theta if self.me == self.group[0] else None
-
-    def peers(self) -> Iterable[NodeId]:
-        return self.group
+    def compute(self, ctx: Context) -> None:
+        ctx.gradient(self.theta, self.progress)
 
 
 def build(config: Config, world: World, theta: Vector) -> list[Worker]:
     """One actor a worker."""
     group = tuple(worker.id for worker in world.workers)
-    return [Worker(me=me, theta=theta.clone(), group=group) for me in group]
+    return [Worker(me=me, theta=theta.clone(), everybody=group, group=group) for me in group]

@@ -1,0 +1,203 @@
+"""How the members of a collective go on together when one of them is lost or comes back.
+
+What belongs here: the part that all methods with an all-reduce share. What does not: what is reduced, and what is done with
+the mean.
+
+All members hold the same model and take the same rounds. Each `Reduced` says whose mean it is, so that all agree on who took
+part. The one of them who has been there longest, the first of `group`, holds the model that a user takes home, and has one more
+duty:
+
+- A **newcomer** (it joins late, or has crashed and restarted) has no model. It says `Hello` to all and waits.
+- At the start of the next round the **holder** sends it the `State` of that round and names it in its own all-reduce. An
+  all-reduce waits for whoever any member names, so that nobody else has to know beforehand.
+- If nobody is left who has a model, the newcomer with the most rounds in its save becomes the holder, and starts.
+
+A member that cannot be reached is still a member: nobody can tell it from one that goes on by itself, and two groups
+that go on apart would be two models. So a collective waits until the link is up again.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from archipel.actor import Actor, Context, Group, Joined, Lost, Message, NodeId, Vector
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Hello(Message):
+    """To everybody: I have no model; my last save is of this round."""
+
+    round: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class State(Message):
+    """To a newcomer: all that it needs to take part in a round, and who does."""
+
+    theta: Vector
+    momentum: Vector | None
+    round: int
+    progress: int
+    group: Group
+    since: dict[NodeId, int]
+
+
+@dataclass(kw_only=True)
+class Member(Actor):
+    """One member; a method says what it does in a round.
+
+    Attributes:
+        theta: the model at the start of the round, equal on all members.
+        everybody: all who may ever be members, in rank order.
+        group: those who take part in this round, as far as I know; those who have been there longest first, then by rank.
+        round: the number of this round.
+        progress: inner steps that the model has absorbed, of all members together.
+        computing: I have asked for inner steps, and they are not done.
+        outdated: and when they are, they are of a round that is over.
+        waiting: I am a newcomer.
+        since: the round from which each of them has taken part, where that is not the first.
+        lost_lately: those who were lost in this round; a State that names them may be older than that.
+        newcomers: those others who wait, and the rounds of their saves; until it is agreed that they take part.
+        gone: those who have crashed or left.
+    """
+
+    theta: Vector
+    everybody: Group
+    group: Group
+    round: int = 0
+    progress: int = 0
+    computing: bool = False
+    outdated: bool = False
+    waiting: bool = False
+    since: dict[NodeId, int] = field(default_factory=dict)
+    lost_lately: dict[NodeId, None] = field(default_factory=dict)
+    newcomers: dict[NodeId, int] = field(default_factory=dict)
+    gone: dict[NodeId, None] = field(default_factory=dict)
+
+    @abstractmethod
+    def compute(self, ctx: Context) -> None:
+        """Ask for what this round reduces."""
+
+    def momentum(self) -> Vector | None:
+        """What a newcomer needs to know besides the model."""
+        return None
+
+    def take_over(self, momentum: Vector | None) -> None:
+        """I am a newcomer, and this is the others' momentum."""
+
+    def begin(self, ctx: Context) -> None:
+        """Begin a round; what is still being computed is of another one."""
+        self.absorbed, self.lost_lately = self.progress if self.holds else 0, {}
+        self.outdated = self.computing
+        if not self.computing:
+            self.computing = True
+            self.compute(ctx)
+
+    def computed(self, ctx: Context) -> bool:
+        """Inner steps are done. If they are of a round that is over, ask for those of this one, and say no."""
+        self.computing = False
+        if self.outdated:
+            self.begin(ctx)
+        return not self.computing
+
+    def agree(self, group: Group) -> None:
+        """These, and nobody else, have taken part in the round; so everybody knows, in the same order."""
+        if group is not self.group and group != self.group:  # one object where nobody is ever lost
+            self.since = {node: self.round for node in group if node not in self.group} | self.since
+            self.regroup(group)
+
+    def regroup(self, members: Iterable[NodeId]) -> None:
+        """These take part: those who have been there longest first, then by rank."""
+        taking_part = set(members)
+        self.since = {node: number for node, number in self.since.items() if node in taking_part}
+        self.group = tuple(
+            sorted((node for node in self.everybody if node in taking_part), key=lambda node: self.since.get(node, 0))
+        )
+
+    def next_round(self, ctx: Context) -> None:
+        """All of `group` have taken their step, and `progress` is up to date: go on together."""
+        self.round += 1
+        self.newcomers = {node: number for node, number in self.newcomers.items() if node not in self.group}
+        if self.holds:
+            self.invite(ctx)
+        self.begin(ctx)
+
+    def upon_membership(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        """What a method's `upon` does not handle itself."""
+        match message:
+            case Lost(node=node, unreachable=False):
+                self.gone[node] = self.lost_lately[node] = None
+                self.newcomers.pop(node, None)
+                self.regroup(member for member in self.group if member != node)
+                self.absorbed = self.progress if self.holds else 0
+                self.start_if_nobody_else_can(ctx)
+            case Joined(node=self.me):
+                self.waiting, self.computing, self.absorbed = True, False, 0
+                self.newcomers, self.gone, self.lost_lately = {}, {}, {}
+                self.say_hello(self.everybody, ctx)
+                self.start_if_nobody_else_can(ctx)
+            case Joined(node=node):
+                self.gone.pop(node, None)
+                if self.waiting:  # what I said to it, or what it answered, may have been lost
+                    self.say_hello((node,), ctx)
+                elif self.holds and node in self.newcomers and node in self.group:  # or how I invited it
+                    self.send_state(node, ctx)
+            case Hello() if self.holds and sender in self.group:
+                self.send_state(sender, ctx)
+            case Hello(round=number):
+                self.newcomers[sender] = number
+                self.start_if_nobody_else_can(ctx)
+            case State(theta=theta, momentum=momentum, round=number) if self.waiting or number > self.round:
+                self.theta, self.round, self.progress, self.since = theta.clone(), number, message.progress, {**message.since}
+                self.regroup(node for node in message.group if node not in self.lost_lately)
+                self.take_over(momentum)
+                self.waiting = False
+                self.begin(ctx)
+
+    def say_hello(self, to: Iterable[NodeId], ctx: Context) -> None:
+        for node in to:
+            if node != self.me:
+                ctx.send(node, Hello(self.round))
+
+    def start_if_nobody_else_can(self, ctx: Context) -> None:
+        """If I am a newcomer, and all others are gone or newcomers too: the one who knows most starts."""
+        known = {**self.newcomers, self.me: self.round}
+        if self.waiting and all(node in known or node in self.gone for node in self.everybody):
+            most = max(known.values())
+            if self.me == next(node for node in self.everybody if known.get(node) == most):
+                self.waiting = False
+                self.regroup((self.me,))
+                self.invite(ctx)
+                self.begin(ctx)
+
+    def invite(self, ctx: Context) -> None:
+        """As the holder: have all newcomers take part in this round."""
+        self.since |= dict.fromkeys(self.newcomers, self.round)
+        if self.newcomers:
+            self.regroup((*self.group, *self.newcomers))
+        for node in self.newcomers:
+            self.send_state(node, ctx)
+
+    def send_state(self, to: NodeId, ctx: Context) -> None:
+        momentum, since = self.momentum(), {**self.since}
+        ctx.send(
+            to,
+            State(self.theta.clone(), None if momentum is None else momentum.clone(), self.round, self.progress, self.group, since),
+        )
+
+    @property
+    def holds(self) -> bool:
+        """I hold the model that a user takes home."""
+        return not self.waiting and self.me == self.group[0]
+
+    def model(self) -> Vector | None:
+        """All members hold the same model: the holder's is taken."""
+        return self.theta if self.holds else None
+
+    def peers(self) -> Iterable[NodeId]:
+        return self.everybody
+
+    def waits_for(self) -> str:
+        return "the model from any other member" if self.waiting else "a message"
