@@ -609,7 +609,10 @@ def test_ctrl_c_saves_and_resume_goes_on_with_all_that_is_not_finished(
         assert files(out / name) == files(tmp_path / "whole" / name)
     assert archipel("resume", out) == (
         2,
-        [f"archipel: nothing to resume in {out}: no run directory (a folder with recipe.yaml) whose run has not ended"],
+        [
+            f"archipel: nothing to resume in {out}: no run directory (a folder with recipe.yaml) whose run has not ended; "
+            "live runs cannot be resumed"
+        ],
     )
 
 
@@ -787,7 +790,7 @@ def test_a_method_whose_state_cannot_be_saved(archipel: Any, tmp_path: Path, mon
     complaint = "state.simulator.actors.r0/w0.kept is a builtins.builtin_function_or_method, which a checkpoint cannot hold; "
     topology = ("--topology", "one-node")
     code, lines = archipel(*TIMED, *own, *topology, "--checkpoint-every", "0.000001s", "--out", tmp_path / "every")
-    assert (code, lines[-1].startswith(f"archipel: {complaint}")) == (2, True), lines
+    assert (code, lines[-1].startswith(f"archipel: odd: {complaint}")) == (2, True), lines
     interrupt_at(700, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from archipel import experiment, methods
 from archipel.errors import UserError
+from archipel.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
 from archipel.recipe import KEYS, LiveConfig, PipelineConfig, Recipe, RunConfig, parse_recipe, read_recipe
 from archipel.task import CONFIGS
 from archipel.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
@@ -49,6 +50,7 @@ SECTIONS = {
     "pipeline": fields_of(PipelineConfig),
     "run": fields_of(RunConfig),
     "live": fields_of(LiveConfig),
+    "faults": fields_of(FaultsConfig, RandomFaults, Crash, Slow, Partition),
     "label": SCALARS,
 }
 WHOLE: dict[str, Any] = {"method": "noloco", "topology": {"regions": {"a": [1.0, 1.0]}}, "task": "none"}
