@@ -86,10 +86,10 @@ def test_replicas_drift_apart_outside_the_window(tmp_path: Path, monkeypatch: py
         recipe = recipe_of(*arguments)
         return replace(recipe, task=recipe.task.model_copy(update=small))
 
-    def simulate_but_one(recipe: Any, pool: Any, directory: Path) -> Any:
+    def simulate_but_one(recipe: Any, pool: Any, directory: Path, progress: Any) -> Any:
         if directory.name == "alpha0.9-gamma2.5-seed1":
             raise Diverged("alpha0.9-gamma2.5: a loss is nan")
-        return simulate(recipe, pool, directory)
+        return simulate(recipe, pool, directory, progress)
 
     monkeypatch.setattr(noloco_stability, "_recipe", small_recipe)
     monkeypatch.setattr(experiment, "simulate", simulate_but_one)
