@@ -13,7 +13,6 @@ of absorbed inner steps that it is told beforehand, in the very handler that rea
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import pickle
 import queue
@@ -204,12 +203,11 @@ class Meeting:
     """Where the processes that take inner steps together find each other: a process group of torch.distributed (gloo).
 
     Attributes:
-        address, port: of the process with rank 0.
+        where: `file://…` for processes on one machine, which then open no port to others; else `tcp://…`, of rank 0.
         rank, size: of this process, and how many there are.
     """
 
-    address: str
-    port: int
+    where: str
     rank: int
     size: int
 
@@ -309,11 +307,11 @@ def device() -> torch.device:
 
 
 def meet(meeting: Meeting, deadline_s: float) -> None:
-    """Join the process group of a meeting; one on loopback opens no port to others."""
-    if ipaddress.ip_address(meeting.address).is_loopback:
+    """Join the process group of a meeting."""
+    if meeting.where.startswith("file:"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    where, timeout = f"tcp://{meeting.address}:{meeting.port}", timedelta(seconds=deadline_s)
-    dist.init_process_group("gloo", init_method=where, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
+    timeout = timedelta(seconds=deadline_s)
+    dist.init_process_group("gloo", init_method=meeting.where, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
 
 
 def free_port() -> int:

@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from archipel import experiment, methods, outer
 from archipel.actor import Actor, NodeId, Vector
@@ -44,7 +44,7 @@ from archipel.sharded import ShardedReplica
 from archipel.simulator import Simulator, Stop
 from archipel.task import NoTask, Task, make_task
 from archipel.topology import Profile
-from archipel.vector import Layout
+from archipel.vector import Layout, largest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -412,6 +412,7 @@ class Watch:
         marks: see `rehearse`.
         setups: what each host was told, pickled.
         followers: the other processes of workers that have several.
+        files: where those meet that take inner steps together on one machine.
         deadline_s: longest time without a sign of life or of progress.
     """
 
@@ -432,6 +433,7 @@ class Watch:
     final: list[Snapshot] = field(default_factory=list)
     setups: dict[NodeId, bytes] = field(default_factory=dict)
     followers: list[Any] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
 
     @property
     def now(self) -> float:
@@ -534,6 +536,13 @@ class Watch:
         self.evaluator.thread.shutdown(wait=False, cancel_futures=True)
         for host in [*self.hosts.values(), *self.followers]:
             ray.kill(host)
+        for path in self.files:
+            path.unlink(missing_ok=True)
+
+    def meeting_file(self) -> str:
+        """A place where processes of one machine can meet, and nobody else can guess."""
+        self.files.append(Path(tempfile.gettempdir()) / f"archipel-{secrets.token_hex(16)}")
+        return f"file://{self.files[-1]}"
 
     def _evaluate_marks(self) -> None:
         """Have the marks evaluated that all holders have passed."""
@@ -635,13 +644,13 @@ def launch(
         TrainingError: a node failed, died or fell silent.
     """
     wall_s, threads = time.perf_counter(), torch.get_num_threads()
-    torch.set_num_threads(1)  # the workers need the cores
     if recipe.live.processes > 1 and recipe.pipeline.stages > 1:
         raise UserError(
             f"live.processes = {recipe.live.processes}: a stage of a pipeline is one process; give processes = 1 or stages = 1"
         )
     if recipe.faults is not None and recipe.faults != FaultsConfig():
         raise UserError("faults: `archipel launch` makes none on purpose; `archipel run` does, on the virtual clock")
+    torch.set_num_threads(1)  # the workers need the cores
     try:
         experiment.check_reachable(recipe)
         task = None if isinstance(recipe.task, NoTask) else make_task(recipe.task)
@@ -650,7 +659,7 @@ def launch(
         run = Run(steps, recipe.replicas, seed)
         replica = None
         if task is not None:
-            replica = Replica(task, run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            replica = Replica(task, run, device())
         profile = recipe.profile or measure_profile(replica, shards(recipe)[workers[0].id])
         recipe = replace(recipe, profile=profile)
         marks = rehearse(recipe, profile, steps)
@@ -787,13 +796,14 @@ def meetings_of(
                 f"pipeline.stages = {pipeline.stages}: stages on {len(here)} machines send activations over torch.distributed, "
                 "which neither encrypts nor asks who is there; see docs/security.md, or give --insecure if nobody else can reach it"
             )
-        address = places[workers[0]].address if len(here) > 1 else "127.0.0.1"
-        port = ray.get(watch.hosts[workers[0]].free_port.remote(), timeout=START_S)
-        return {worker: Meeting(address, port, i, len(workers)) for i, worker in enumerate(workers)}, {}
+        where = watch.meeting_file()
+        if len(here) > 1:
+            port = ray.get(watch.hosts[workers[0]].free_port.remote(), timeout=START_S)
+            where = f"tcp://{places[workers[0]].address}:{port}"
+        return {worker: Meeting(where, i, len(workers)) for i, worker in enumerate(workers)}, {}
     if live.processes == 1:
         return {}, {}
-    ports = ray.get([watch.hosts[worker].free_port.remote() for worker in workers], timeout=START_S)
-    meetings = {worker: Meeting("127.0.0.1", port, 0, live.processes) for worker, port in zip(workers, ports, strict=True)}
+    meetings = {worker: Meeting(watch.meeting_file(), 0, live.processes) for worker in workers}
     followers = {
         worker: [
             RayFollower.options(  # type: ignore[attr-defined]
@@ -816,11 +826,6 @@ def _leave(
     time_s = max(snapshot.time_s for snapshot in watch.final)
     recorder = merged([record.recorder for record in records], time_s)
     recorder.evaluations = watch.evaluator.recorder.evaluations
-    found: dict[str, list[Tensor]] = {}
-    for record in records:
-        for name, tensor in record.integers.items():
-            found.setdefault(name, []).append(tensor)
-    integers = {name: torch.stack(tensors).amax(dim=0) for name, tensors in found.items()}
     profile, used = recipe.profile, set(watch.places.values())
     assert profile is not None
     modelled = (
@@ -837,7 +842,7 @@ def _leave(
         recorder=recorder,
         task=task,
         layout=replica.layout if replica else None,
-        integers=integers,
+        integers=largest(record.integers for record in records),
         real=(f"gradients of {task.description}" if task else "no gradients (task none)")
         + f"; the clock and the bytes, measured on {len(used)} machine{'s' * (len(used) > 1)}",
         modelled=modelled if recipe.live.pace == "profile" else "",

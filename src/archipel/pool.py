@@ -38,6 +38,7 @@ from archipel.errors import Diverged, TrainingError, UserError
 from archipel.pipeline import Pipeline, Stages, check_micro_batches, cut
 from archipel.replica import NonFiniteLoss, Replica, Run, TensorSpec
 from archipel.task import TaskConfig, make_task
+from archipel.vector import largest
 
 ALIGNMENT_BYTES = 64
 
@@ -286,11 +287,8 @@ class Pool:
 
     def integers(self) -> dict[str, Tensor]:
         """The integer buffers of the model: of each, the largest value that any worker had when its last result was taken."""
-        found: dict[str, list[Tensor]] = {}
-        for worker, taken in zip(self.rank, self.taken, strict=True):
-            for name, tensor in zip(self._stage_of(worker).layout.integers, taken, strict=True):
-                found.setdefault(name, []).append(tensor)
-        return {name: torch.stack(tensors).amax(dim=0) for name, tensors in found.items()}
+        names = (self._stage_of(worker).layout.integers for worker in self.rank)
+        return largest(dict(zip(pair[0], pair[1], strict=True)) for pair in zip(names, self.taken, strict=True))
 
     def answer(self, job: Job) -> Any:
         """What a job that has been computed is for the engine: a message of its worker's vector, or a loss."""

@@ -10,7 +10,7 @@ A vector holds the trainable parameters first, each once however often it is tie
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,15 @@ def buffer_places(module: nn.Module, *, floating: bool) -> list[tuple[nn.Module,
             owner, _, name = path.rpartition(".")
             places.append((module.get_submodule(owner), name))
     return places
+
+
+def largest(buffers: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Of each buffer the largest values that any worker has, for a model to take home; not every worker has every buffer."""
+    found: dict[str, Tensor] = {}
+    for one in buffers:
+        for name, tensor in one.items():
+            found[name] = torch.maximum(found[name], tensor) if name in found else tensor
+    return found
 
 
 def outer_gradient(start: Tensor, end: Tensor, parameters: int) -> Tensor:
