@@ -19,9 +19,11 @@ from torch import Tensor
 
 from archipel import experiment, methods, outer
 from archipel.actor import Actor, Context, Message, NodeId, Start, Trained, World
+from archipel.all_reduce import CHUNK
 from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError
-from archipel.host import CHUNK, Envelope, Host, Inbox, Record, Setup, contents
+from archipel.host import Host, Record, Setup
+from archipel.mail import Envelope, Inbox, contents
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.replica import Replica, Run
@@ -33,8 +35,8 @@ A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
 # Mail
 
 
-def letter(number: int, sender: NodeId = A, epoch: int = 1) -> Envelope:
-    return Envelope(sender, epoch, number, 0.0, Start, ())
+def letter(number: int, sender: NodeId = A, epoch: int = 1, lives: tuple[int, int] = (0, 0)) -> Envelope:
+    return Envelope(sender, epoch, lives, number, 0.0, Start, ())
 
 
 def test_mail_comes_in_the_order_of_sending() -> None:
@@ -80,7 +82,7 @@ def test_whatever_the_network_does_each_sender_is_heard_in_order_and_once(data: 
 
 def test_an_envelope_holds_views_and_opens_to_the_message() -> None:
     vector = torch.arange(4.0)
-    envelope = Envelope(A, 1, 0, 0.0, Delta, contents(Delta(vector, 3)))
+    envelope = Envelope(A, 1, (0, 0), 0, 0.0, Delta, contents(Delta(vector, 3)))
     assert np.shares_memory(envelope.contents[0], vector.numpy())
     assert envelope.size_bytes == 16
     opened = pickle.loads(pickle.dumps(envelope)).open()
@@ -279,7 +281,7 @@ def test_mail_that_comes_twice_or_from_another_run_is_not_handled() -> None:
     post = fleet.post
 
     def twice(to: NodeId, envelope: Envelope) -> None:
-        post(to, Envelope(envelope.sender, 0, envelope.number, 0.0, envelope.kind, envelope.contents))
+        post(to, Envelope(envelope.sender, 0, (0, 0), envelope.number, 0.0, envelope.kind, envelope.contents))
         post(to, envelope)
         post(to, envelope)
 
@@ -364,7 +366,7 @@ def test_a_status_says_what_a_host_waits_for() -> None:
         return said[A].startswith("waits in") and said[C].startswith("trains")
 
     fleet.run(until=look)
-    assert said[A] == "waits in an all-reduce of 2 for east/b"
+    assert said[A] == "waits in all-reduce 0 of 2 for east/b"
     assert said[B] == "waits for a message"
     assert said[C].startswith("trains since 0.")
 

@@ -103,10 +103,13 @@ class Member(Actor):
         return not self.computing
 
     def agree(self, group: Group) -> None:
-        """These, and nobody else, have taken part in the round; so everybody knows, in the same order."""
+        """These, and nobody else, have taken part in the round; so everybody knows, in the same order.
+
+        Who was lost after it had given its part, and before I knew the mean, takes part no longer.
+        """
         if group is not self.group and group != self.group:  # one object where nobody is ever lost
             self.since = {node: self.round for node in group if node not in self.group} | self.since
-            self.regroup(group)
+            self.regroup(node for node in group if node not in self.lost_lately)
 
     def regroup(self, members: Iterable[NodeId]) -> None:
         """These take part: those who have been there longest first, then by rank."""

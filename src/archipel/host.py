@@ -3,12 +3,14 @@
 What belongs here: all that one node of a live run does. What does not: who carries its mail and who watches over it
 (`live.py`; nothing here knows Ray), what a method does, how an inner step is taken (`replica.py`).
 
-A host handles one message at a time, in the order of arrival. Each sender's messages arrive in the order of sending, once
-each, and only those of this run do: `Inbox` sees to that, whatever carries them. Inner steps run in a thread of their own, so
-that a server's answer or a peer's vector is taken in while a worker trains.
+A host handles one message at a time, in the order of arrival; `mail.Inbox` sees to that order, whatever carries them. Inner steps
+run in a thread of their own, so that a server's answer or a peer's vector is taken in while a worker trains.
 
 Nothing ends on its own: a host serves its peers until it is told to stop. What it would take home is kept at its *marks*, counts
 of absorbed inner steps that it is told beforehand, in the very handler that reaches them.
+
+A host saves its own part of the run: its actor, its place in the data, and its inner optimizer as the last inner steps left it. A
+host that is started again goes on from there: its actor is told that it has `Joined`, and what was under way is lost.
 """
 
 from __future__ import annotations
@@ -21,20 +23,25 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from archipel.actor import Actor, Gradient, Group, Message, NodeId, Reduced, Start, Trained, Vector
+from archipel import checkpoint
+from archipel.actor import Actor, Gradient, Group, Joined, Lost, Message, NodeId, Reduced, Start, Trained, Vector
+from archipel.all_reduce import AllReduceMessage, AllReduces
+from archipel.checkpoint import Surroundings
 from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
+from archipel.mail import Envelope, Inbox, contents
 from archipel.metrics import Recorder, Training
 from archipel.pipeline import Pipeline
 from archipel.pool import place_of
@@ -43,121 +50,20 @@ from archipel.sharded import Leader, ShardedReplica
 from archipel.stage import Stage
 from archipel.task import NoTask, TaskConfig, make_task
 
-CHUNK = 1 << 20
-"""Entries of a vector that travel in one message of an all-reduce."""
-
-
-# Mail
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Envelope:
-    """A message on its way. The vectors in it are NumPy views of their tensors; whoever carries it copies them, once.
-
-    Attributes:
-        sender: who sent it.
-        epoch: of the run that it belongs to.
-        number: how many messages the sender had sent to this receiver before.
-        sent_s: on the sender's clock.
-        kind, contents: the message's class, and its fields.
-    """
-
-    sender: NodeId
-    epoch: int
-    number: int
-    sent_s: float
-    kind: type[Message]
-    contents: tuple[Any, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the vectors inside."""
-        return sum(value.nbytes for value in self.contents if isinstance(value, np.ndarray))
-
-    def open(self) -> Message:
-        """The message; its vectors are those that came, and are not to be written to."""
-        return self.kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in self.contents))
-
-
-def contents(message: Message) -> tuple[Any, ...]:
-    """The fields of a message, ready to travel."""
-    values = (getattr(message, part.name) for part in fields(message))
-    return tuple(value.detach().numpy() if isinstance(value, Tensor) else value for value in values)
-
-
-@dataclass
-class Inbox:
-    """Lets through the mail of one epoch, each sender's in the order of sending and once each.
-
-    Attributes:
-        epoch: of this run; mail of any other is dropped.
-        expected: the number that each sender's next message has.
-        early: what came before its turn.
-    """
-
-    epoch: int
-    expected: dict[NodeId, int] = field(default_factory=dict)
-    early: dict[tuple[NodeId, int], Envelope] = field(default_factory=dict)
-
-    def accept(self, envelope: Envelope) -> list[Envelope]:
-        """What can be handled now that `envelope` has come, in order; nothing if it is a stranger, a duplicate, or early."""
-        sender = envelope.sender
-        number = self.expected.get(sender, 0)
-        if envelope.epoch != self.epoch or envelope.number < number:
-            return []
-        self.early[sender, envelope.number] = envelope
-        ready = []
-        while (sender, number) in self.early:
-            ready.append(self.early.pop((sender, number)))
-            number += 1
-        self.expected[sender] = number
-        return ready
-
-
-# An all-reduce is a chain of messages: sums travel up the group in rank order, means travel back down. Summed so, every node gets
-# the bits of `outer.mean`. A vector is cut into chunks that follow each other, so that both directions of all links are busy.
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Sum(Message):
-    """Up the chain: the sum of one chunk over all members before the receiver."""
-
-    group: Group
-    chunk: int
-    total: Vector
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Mean(Message):
-    """Down the chain: the mean of one chunk over all members."""
-
-    group: Group
-    chunk: int
-    mean: Vector
-
-
-@dataclass
-class Chain:
-    """One all-reduce under way.
-
-    Attributes:
-        mine: the chunks of my vector; empty until I have called.
-        early: sums that came before I called.
-        passed: how many of my chunks have gone up the chain.
-        means: the chunks of the mean that have come back.
-        since_s: when I called.
-        round: what I called with.
-    """
-
-    mine: tuple[Tensor, ...] = ()
-    early: list[Sum] = field(default_factory=list)
-    passed: int = 0
-    means: dict[int, Tensor] = field(default_factory=dict)
-    since_s: float = 0.0
-    round: int = 0
-
-
 # What a host is told and what it tells
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Where a host saves its part, and the text of its run's recipe, by which saves of other runs are told from it."""
+
+    folder: Path
+    recipe: str
+
+
+Beginning = Literal["start", "restart", "reset", "resume"]
+"""How a host begins: with the run; again, from its last save if there is one; the same, with a new inner optimizer; with a
+whole run that goes on, in which a server must have a save."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +82,12 @@ class Setup:
         pipeline, shards: how workers share the replicas' stages, and the data of all replicas; None: each has a whole one.
         processes: that share this worker's replica.
         deadline_s: longest wait for those with whom inner steps are taken.
+        saves: None: it saves nothing.
+        begins: see `Beginning`.
+        life: how often this node has been started before.
+        lives: of those others who have been started again.
+        gone: who is lost now.
+        losses: how often anybody has been lost so far.
     """
 
     actor: bytes
@@ -191,6 +103,12 @@ class Setup:
     shards: tuple[Shard, ...] = ()
     processes: int = 1
     deadline_s: float = 60.0
+    saves: Saves | None = None
+    begins: Beginning = "start"
+    life: int = 0
+    lives: Mapping[NodeId, int] = field(default_factory=dict)
+    gone: Group = ()
+    losses: int = 0
 
     @property
     def trains(self) -> bool:
@@ -235,6 +153,7 @@ class Status:
         loss: of the last inner steps; None before.
         doing: what it does or waits for.
         waits: it is not training.
+        holds: it holds a part of the model to take home.
         messages, sent_bytes, slow_link_bytes: that have arrived here so far.
         snapshots: those of the marks reached so far.
     """
@@ -247,6 +166,7 @@ class Status:
     loss: float | None
     doing: str
     waits: bool
+    holds: bool
     messages: int
     sent_bytes: float
     slow_link_bytes: float
@@ -278,6 +198,18 @@ class Arrival:
 
     envelope: Envelope
     time_s: float
+
+
+@dataclass(frozen=True)
+class News:
+    """From who watches over all hosts: `node` is lost, or, with its new `life`, there again."""
+
+    node: NodeId
+    life: int | None = None
+
+
+Item = Arrival | Answer | News | Message
+"""What a host takes in, one at a time."""
 
 
 class NoSteps:
@@ -331,6 +263,10 @@ class Host:
 
     Attributes:
         reached: set when the last mark has been reached.
+        warnings: what its user should know of its start.
+
+    Raises:
+        UserError: it is to go on from a save, and there is none, or none that is sound.
     """
 
     def __init__(self, setup: Setup, post: Callable[[NodeId, Envelope], None], keep: Callable[[Vector], Any]) -> None:
@@ -341,12 +277,15 @@ class Host:
         self.setup, self.post, self.keep = setup, post, keep
         self.me = self.actor.me
         self.rng = np.random.default_rng((setup.run.seed, setup.seed_rank))
-        self.inbox = Inbox(setup.epoch)
+        self.inbox = Inbox(setup.epoch, setup.life, dict(setup.lives), set(setup.gone))
         self.sent: dict[NodeId, int] = {}
-        self.chains: dict[Group, Chain] = {}
-        self.mailbox: queue.SimpleQueue[Arrival | Answer | Message | BaseException | None] = queue.SimpleQueue()
+        self.reduces = AllReduces(self.me, self.send, self._reduced, setup.losses, set(setup.gone))
+        self.mailbox: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # held while a message is handled
         self.recorder = Recorder()
+        self.save_due = False
+        self.saved = threading.Event()
+        self.warnings: list[str] = []
         self.snapshots: list[Snapshot] = []
         self.reached = threading.Event()
         self.training_since_s: float | None = None
@@ -360,6 +299,8 @@ class Host:
                 self._train_with(Solo(Replica(make_task(setup.task), setup.run, device()), setup.shard))
         self.batch = 0  # number of the next one
         self.started_s = time.perf_counter()
+        if setup.begins != "start" and setup.saves is not None:
+            self._load(setup.saves)
 
     def meet(self, meeting: Meeting, tell: Callable[[str, tuple[int, ...]], None]) -> None:
         """Find those with whom this worker takes its inner steps: other stages, or the other processes of its replica.
@@ -379,41 +320,69 @@ class Host:
 
     # What others ask of a host, from other threads
 
-    def run(self) -> Record:
-        """Start the actor and handle what comes until `stop`; what happened.
+    def run(self, clock_s: float = 0.0) -> Record:
+        """Start the actor when the run's clock is at `clock_s`, and handle what comes until `stop`; what happened.
 
         Raises:
             Diverged: a loss is not finite.
-            TrainingError: the user's task failed, or the method did.
+            TrainingError: the user's task failed, or the method did; or a save cannot be written.
         """
-        self.started_s = time.perf_counter()
-        with self.lock:
-            self._keep_at_marks()
-        item: Arrival | Answer | Message | BaseException | None = Start()
-        while item is not None:
-            if isinstance(item, BaseException):
-                raise item
-            with self.lock:
-                try:
-                    self._take_in(item)
-                except (UserError, TrainingError):
-                    raise
-                except Exception as error:
-                    raise TrainingError(f"{self.me} failed at {place_of(error)}: {type(error).__name__}: {error}") from error
+        self.begin(clock_s)
+        while (item := self.mailbox.get()) is not None:
+            self.handle(item)
             del item  # so that the memory of its vectors is free for the next ones
-            item = self.mailbox.get()
         if self.setup.shard is not None:
             self.thread.shutdown(wait=False, cancel_futures=True)
         with self.lock:
             return Record(self.recorder, self.actor.local_updates, self.integers)
 
+    def begin(self, clock_s: float = 0.0) -> None:
+        """Start the actor, or tell it that it is there again and who is not."""
+        self.started_s = time.perf_counter() - clock_s
+        with self.lock:
+            self._keep_at_marks()
+        if self.setup.begins == "start":
+            self.handle(Start())
+        else:
+            self.handle(Joined(self.me))
+            peers = set(self.actor.peers())
+            for node in self.setup.gone:
+                if node in peers:
+                    self.handle(Lost(node))
+
+    def handle(self, item: Item | BaseException) -> None:
+        """Take in one of the things that have come."""
+        if isinstance(item, BaseException):
+            raise item
+        with self.lock:
+            try:
+                self._take_in(item)
+            except (UserError, TrainingError):
+                raise
+            except Exception as error:
+                raise TrainingError(f"{self.me} failed at {place_of(error)}: {type(error).__name__}: {error}") from error
+
     def deliver(self, envelope: Envelope) -> None:
         """Mail has come."""
         self.mailbox.put(Arrival(envelope, self.now))
 
+    def tell(self, news: News) -> None:
+        """Somebody is lost, or there again."""
+        self.mailbox.put(news)
+
     def stop(self) -> None:
         """Handle nothing more."""
         self.mailbox.put(None)
+
+    def save(self) -> None:
+        """Save my part now, or, while inner steps are taken, when they have ended. Returns when that is done."""
+        with self.lock:
+            if self.training_since_s is None:
+                self._save()
+                return
+            self.save_due = True
+            self.saved.clear()
+        self.saved.wait()
 
     def status(self, evaluated: int = 0) -> Status:
         """How things stand, between two handlers. The first `evaluated` snapshots are needed no more."""
@@ -429,6 +398,7 @@ class Host:
                 self.loss,
                 self._doing(),
                 self.training_since_s is None,
+                self.actor.model() is not None,
                 recorder.messages,
                 recorder.sent_bytes,
                 recorder.slow_link_bytes,
@@ -447,9 +417,12 @@ class Host:
         return time.perf_counter() - self.started_s
 
     def send(self, to: NodeId, message: Message) -> None:
+        if to in self.inbox.gone:
+            return
         number = self.sent.get(to, 0)
         self.sent[to] = number + 1
-        self.post(to, Envelope(self.me, self.setup.epoch, number, self.now, type(message), contents(message)))
+        lives = self.setup.life, self.inbox.lives.get(to, 0)
+        self.post(to, Envelope(self.me, self.setup.epoch, lives, number, self.now, type(message), contents(message)))
 
     def after(self, seconds: float, message: Message) -> None:
         timer = threading.Timer(seconds, self.mailbox.put, (message,))
@@ -489,39 +462,52 @@ class Host:
         self._compute(job, progress)
 
     def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
-        chain = self.chains.setdefault(group, Chain())
-        chain.mine, chain.since_s, chain.round = torch.split(vector, CHUNK), self.now, round
-        if self.me == group[0]:
-            for chunk, mine in enumerate(chain.mine):
-                self._pass_up(group, chunk, mine)
-        for early in chain.early:
-            self._pass_up(group, early.chunk, early.total + chain.mine[early.chunk])
+        self.reduces.call(group, vector, round, self.now)
 
     # One event
 
-    def _take_in(self, item: Arrival | Answer | Message) -> None:
+    def _take_in(self, item: Item) -> None:
         match item:
             case Arrival(envelope=envelope, time_s=time_s):
                 for ready in self.inbox.accept(envelope):
                     self._open(ready, time_s)
             case Answer():
                 self._note(item)
+                if self.save_due:  # before the actor asks for more
+                    self._save()
                 self._handle(item.message, self.me)
+            case News():
+                self._hear(item)
             case _:
                 self._handle(item, self.me)
+
+    def _hear(self, news: News) -> None:
+        node, known = news.node, news.node in self.actor.peers()
+        if news.life is None:
+            self.inbox.lost(node)
+            self.reduces.lost(node)
+            if known:
+                self._handle(Lost(node), self.me)
+            return
+        early = self.inbox.joined(node, news.life)
+        self.reduces.joined(node)
+        self.sent.pop(node, None)
+        if known:
+            self._handle(Joined(node), self.me)
+        for envelope in early:
+            self._open(envelope, self.now)
 
     def _open(self, envelope: Envelope, time_s: float) -> None:
         sender, size_bytes, message = envelope.sender, envelope.size_bytes, envelope.open()
         slow = sender.region != self.me.region
-        match message:
-            case Sum() | Mean():
-                self.recorder.counts(1, size_bytes, size_bytes if slow else 0)
-                self._happened()
-                self._reduce(message)
-            case _:
-                # The two clocks started at one message's distance from each other.
-                self.recorder.sends(sender, min(envelope.sent_s, time_s), time_s, size_bytes, slow=slow)
-                self._handle(message, sender)
+        if isinstance(message, AllReduceMessage):
+            self.recorder.counts(1, size_bytes, size_bytes if slow else 0)
+            self._happened()
+            self.reduces.receive(message, sender)
+        else:
+            # The two clocks started at one message's distance from each other.
+            self.recorder.sends(sender, min(envelope.sent_s, time_s), time_s, size_bytes, slow=slow)
+            self._handle(message, sender)
 
     def _handle(self, message: Message, sender: NodeId) -> None:
         self._happened()
@@ -548,10 +534,8 @@ class Host:
     def _doing(self) -> str:
         if self.training_since_s is not None:
             return f"trains since {self.now - self.training_since_s:.1f} s"
-        for group, chain in self.chains.items():
-            if chain.mine:
-                step = 1 if chain.passed == len(chain.mine) else -1
-                return f"waits in an all-reduce of {len(group)} for {group[group.index(self.me) + step]}"
+        if waits := self.reduces.waits_for():
+            return waits
         return f"waits for {self.actor.waits_for()}"
 
     # Inner steps
@@ -605,33 +589,35 @@ class Host:
         self.loss = loss
         self.recorder.trainings.append(Training(answer.end_s, self.me, steps, loss, answer.progress))
 
-    # The chain of an all-reduce
+    def _reduced(self, reduced: Reduced, since_s: float) -> None:
+        self.recorder.reduces((self.me,), since_s, self.now)
+        self.mailbox.put(reduced)
 
-    def _reduce(self, message: Sum | Mean) -> None:
-        match message:
-            case Sum(group=group, chunk=chunk, total=total):
-                chain = self.chains.setdefault(group, Chain())
-                if chain.mine:
-                    self._pass_up(group, chunk, total + chain.mine[chunk])
-                else:
-                    chain.early.append(message)
-            case Mean(group=group, chunk=chunk, mean=mean):
-                self._pass_down(group, chunk, mean)
+    # My part of the run, on disk
 
-    def _pass_up(self, group: Group, chunk: int, total: Tensor) -> None:
-        place = group.index(self.me)
-        self.chains[group].passed += 1
-        if place + 1 < len(group):
-            self.send(group[place + 1], Sum(group, chunk, total))
-        else:
-            self._pass_down(group, chunk, total / len(group))
+    def _save(self) -> None:
+        saves = self.setup.saves
+        assert saves is not None
+        inner = self.inner.state if isinstance(self.inner, Solo) else []
+        state = {"actor": self.actor, "rng": self.rng, "batch": self.batch, "inner": inner, "recorder": self.recorder}
+        checkpoint.save(saves.folder, self.events, {**state, "events": self.events}, self._surroundings(), saves.recipe)
+        self.save_due = False
+        self.saved.set()
 
-    def _pass_down(self, group: Group, chunk: int, mean: Tensor) -> None:
-        place, chain = group.index(self.me), self.chains[group]
-        if place:
-            self.send(group[place - 1], Mean(group, chunk, mean))
-        chain.means[chunk] = mean
-        if len(chain.means) == len(chain.mine):
-            del self.chains[group]
-            self.recorder.reduces((self.me,), chain.since_s, self.now)
-            self.mailbox.put(Reduced(torch.cat([chain.means[i] for i in range(len(chain.mine))]), group, chain.round))
+    def _load(self, saves: Saves) -> None:
+        if not checkpoint.checkpoints(saves.folder) and (self.setup.begins != "resume" or self.setup.shard is not None):
+            self.warnings.append(f"{self.me} has no save to go on from in {saves.folder}, and begins anew")
+            return
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state = checkpoint.load(saves.folder, self._surroundings(), saves.recipe)
+        self.warnings += [str(warning.message) for warning in caught]
+        self.actor, self.rng, self.batch = state["actor"], state["rng"], state["batch"]
+        self.recorder, self.events = state["recorder"], state["events"]
+        if isinstance(self.inner, Solo) and self.setup.begins != "reset":
+            for mine, saved in zip(self.inner.state, state["inner"], strict=True):
+                mine.copy_(saved)
+            self.integers = self.inner.integers()
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings({"on_progress": self.recorder.on_progress}, [sys.modules[type(self.actor).__module__]])

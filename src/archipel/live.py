@@ -33,7 +33,8 @@ from archipel.data import Shard, shards_of
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.experiment import Ended
 from archipel.faults import FaultsConfig
-from archipel.host import Envelope, Host, Meeting, Record, Setup, Snapshot, Status, device, free_port, meet
+from archipel.host import Host, Meeting, Record, Setup, Snapshot, Status, device, free_port, meet
+from archipel.mail import Envelope
 from archipel.metrics import Evaluation, Recorder, merged
 from archipel.network import Network
 from archipel.pipeline import Pipeline, check_micro_batches, cut, join

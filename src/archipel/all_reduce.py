@@ -1,0 +1,238 @@
+"""An all-reduce as messages between nodes, some of which may be lost while it goes on.
+
+What belongs here: who sends which part of a sum to whom, and how those who are left begin again. What does not: who carries
+the messages (`host.py`), who takes part and what becomes of the mean (`collective.py`).
+
+The first of a group *leads*. It cuts its vector into chunks and sends them up the group; each member adds its own; the last one
+divides, and the means travel back down. Chunks follow each other, so that both directions of all links are busy. Summed so,
+every node gets the bits of `outer.mean`.
+
+Who takes part is what the leader says, for it may know of a newcomer that the others have not heard of.
+
+If a member is lost, those who have not got their mean begin again, without it:
+
+- An *attempt* has the number of losses that its leader had been told of. Everybody is told of all losses in one order, so a higher
+  number is later news: whoever has seen a later attempt takes no part in an earlier one.
+- Whoever has got its mean already takes no part in a later attempt, and gives all the others that mean. So an attempt either
+  comes to its end with everybody in it, or ends with the mean that somebody has: there is one mean, whoever is lost.
+- Whoever waits asks the leader, for the leader may have got its mean and have nothing more to begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from archipel.actor import Group, Message, NodeId, Reduced, Vector
+from archipel.errors import TrainingError
+
+CHUNK = 1 << 20
+"""Entries of a vector that travel in one message."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sum(Message):
+    """Up the group: the sum of one chunk over all members before the receiver, but those `refused`."""
+
+    group: Group
+    round: int
+    attempt: int
+    chunk: int
+    total: Vector
+    refused: Group
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Mean(Message):
+    """Down the group: the mean of one chunk. `settled`: from one who has got all of it."""
+
+    group: Group
+    round: int
+    attempt: int
+    chunk: int
+    mean: Vector
+    refused: Group
+    settled: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ask(Message):
+    """To the leader, after a loss: have you got this round's mean?"""
+
+    round: int
+
+
+AllReduceMessage = Sum | Mean | Ask
+
+
+@dataclass
+class Call:
+    """An all-reduce that I wait for.
+
+    Attributes:
+        group: with whom, as far as I know; without those who are lost.
+        mine: the chunks of my vector.
+        refused: and they are not to be in the mean.
+        since_s: when I called.
+        attempt: the latest that I have taken part in; -1: in none.
+        means: the chunks of the mean that have come, by attempt and number.
+        asking: who wants to know this mean.
+    """
+
+    group: Group
+    mine: tuple[Tensor, ...]
+    refused: bool
+    since_s: float
+    attempt: int = -1
+    means: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    asking: list[NodeId] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last mean that I have got, for those who may not."""
+
+    group: Group
+    round: int
+    attempt: int
+    chunks: tuple[Tensor, ...]
+    refused: Group
+
+
+@dataclass
+class AllReduces:
+    """One node's part in all-reduces.
+
+    Attributes:
+        me: the node.
+        send: carries a message to a node, in the order of sending; if that one is lost, so is the message.
+        finish: is given each mean, and when I had called for it.
+        losses: how many losses there have been in this run, of anybody.
+        gone: who is lost now.
+        calls: those that I wait for, by round.
+        early: sums for which I have not called yet.
+        outcome: of the last one that has ended.
+    """
+
+    me: NodeId
+    send: Callable[[NodeId, Message], None]
+    finish: Callable[[Reduced, float], None]
+    losses: int = 0
+    gone: set[NodeId] = field(default_factory=set)
+    calls: dict[int, Call] = field(default_factory=dict)
+    early: list[Sum] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+    def call(self, group: Group, vector: Vector, round: int, since_s: float, *, refused: bool = False) -> None:
+        """Mean over `group`; `refused`: without `vector`, which gives nothing but its shape.
+
+        Raises:
+            TrainingError: I wait for this round already.
+        """
+        if round in self.calls:
+            raise TrainingError(f"{self.me} called for all-reduce {round} while it waits for it")
+        chunks = torch.split(vector, CHUNK)
+        self.calls[round] = call = Call(tuple(node for node in group if node not in self.gone), chunks, refused, since_s)
+        early, self.early = self.early, []
+        if call.group[0] == self.me:
+            self._begin(round, call)
+        for message in early:
+            self.receive(message, self.me)
+
+    def receive(self, message: AllReduceMessage, sender: NodeId) -> None:
+        match message:
+            case Sum():
+                self._add(message)
+            case Mean(round=round) if call := self.calls.get(round):
+                self._take(call, message)
+            case Ask(round=round) if self.outcome and self.outcome.round == round:
+                self._settle(self.outcome, (sender,))
+            case Ask(round=round) if call := self.calls.get(round):
+                call.asking.append(sender)
+
+    def lost(self, node: NodeId) -> None:
+        self.losses += 1
+        self.gone.add(node)
+        for round, call in list(self.calls.items()):
+            if node in call.group:
+                call.group = tuple(member for member in call.group if member != node)
+                if call.group[0] == self.me:
+                    self._begin(round, call)
+                else:
+                    self.send(call.group[0], Ask(round))
+
+    def joined(self, node: NodeId) -> None:
+        self.gone.discard(node)
+
+    def waits_for(self) -> str | None:
+        """For whom, if it waits for anybody."""
+        for round, call in self.calls.items():
+            others = [node for node in call.group if node != self.me]
+            more = f" and {len(others) - 4} more" if others[4:] else ""
+            return f"waits in all-reduce {round} of {len(call.group)} for {', '.join(map(str, others[:4]))}{more}"
+        return None
+
+    # Up
+
+    def _begin(self, round: int, call: Call) -> None:
+        call.attempt, call.means = self.losses, {}
+        for number, mine in enumerate(call.mine):
+            total, refused = (torch.zeros_like(mine), (self.me,)) if call.refused else (mine, ())
+            self._pass_up(call, Sum(call.group, round, call.attempt, number, total, refused))
+
+    def _add(self, message: Sum) -> None:
+        outcome, call = self.outcome, self.calls.get(message.round)
+        if outcome and not call and message.round == outcome.round and message.attempt > outcome.attempt:
+            self.outcome = replace(outcome, attempt=message.attempt)  # once an attempt
+            self._settle(outcome, tuple(node for node in message.group if node != self.me))
+        elif call is None or not self._is_mine(call, message):
+            if outcome is None or message.round >= outcome.round:
+                self.early.append(message)
+        elif message.attempt >= call.attempt:
+            if message.attempt > call.attempt:
+                call.attempt, call.means = message.attempt, {}
+            if call.refused:
+                self._pass_up(call, replace(message, refused=(*message.refused, self.me)))
+            else:
+                self._pass_up(call, replace(message, total=message.total + call.mine[message.chunk]))
+
+    def _is_mine(self, call: Call, message: Sum) -> bool:
+        """It is of the group that I have called with: its leader is mine, or will be when I have heard of a loss."""
+        leader = message.group[0]
+        return leader == call.group[0] or (leader in call.group and message.attempt > self.losses)
+
+    def _pass_up(self, call: Call, message: Sum) -> None:
+        """`message` has my part in it."""
+        group, place = message.group, message.group.index(self.me)
+        if place + 1 < len(group):
+            self.send(group[place + 1], message)
+        else:
+            mean = message.total / max(1, len(group) - len(message.refused))
+            self._take(call, Mean(group, message.round, message.attempt, message.chunk, mean, message.refused))
+
+    # Down
+
+    def _take(self, call: Call, message: Mean) -> None:
+        if not message.settled:
+            if message.attempt != call.attempt:
+                return
+            if place := message.group.index(self.me):
+                self.send(message.group[place - 1], message)
+        means = call.means.setdefault(message.attempt, {})
+        means[message.chunk] = message.mean
+        if len(means) == len(call.mine):
+            del self.calls[message.round]
+            chunks = tuple(means[number] for number in range(len(call.mine)))
+            self.outcome = Outcome(message.group, message.round, message.attempt, chunks, message.refused)
+            self._settle(self.outcome, tuple(call.asking))
+            self.finish(Reduced(torch.cat(chunks), message.group, message.round), call.since_s)
+
+    def _settle(self, outcome: Outcome, others: Group) -> None:
+        """Give others the mean that I have got."""
+        for number, mean in enumerate(outcome.chunks):
+            for node in others:
+                self.send(node, Mean(outcome.group, outcome.round, outcome.attempt, number, mean, outcome.refused, settled=True))
+

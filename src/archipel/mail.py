@@ -1,0 +1,110 @@
+"""Messages between processes: what they travel in, and which of them are let in.
+
+What belongs here: envelopes, and the inbox that puts them in order. What does not: who carries them (`live.py`), what becomes of
+them (`host.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from archipel.actor import Message, NodeId
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Envelope:
+    """A message on its way. The vectors in it are NumPy views of their tensors; whoever carries it copies them, once.
+
+    Attributes:
+        sender: who sent it.
+        epoch: of the run that it belongs to.
+        lives: which of the sender's it is from, and which of the receiver's it is for: a node that is started again has one more.
+        number: how many messages the sender had sent to this receiver before, in these lives.
+        sent_s: on the sender's clock.
+        kind, contents: the message's class, and its fields.
+    """
+
+    sender: NodeId
+    epoch: int
+    lives: tuple[int, int]
+    number: int
+    sent_s: float
+    kind: type[Message]
+    contents: tuple[Any, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the vectors inside."""
+        return sum(value.nbytes for value in self.contents if isinstance(value, np.ndarray))
+
+    def open(self) -> Message:
+        """The message; its vectors are those that came, and are not to be written to."""
+        return self.kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in self.contents))
+
+
+def contents(message: Message) -> tuple[Any, ...]:
+    """The fields of a message, ready to travel."""
+    values = (getattr(message, part.name) for part in fields(message))
+    return tuple(value.detach().numpy() if isinstance(value, Tensor) else value for value in values)
+
+
+@dataclass
+class Inbox:
+    """Lets through the mail of one run: each sender's in the order of sending, once each, and only while it is not lost.
+
+    Attributes:
+        epoch: of this run; mail of any other is dropped.
+        life: my own; mail for an earlier one is dropped.
+        lives: of those others who have been started again, as far as I have been told. Mail of a later life waits for the news.
+        gone: who is lost.
+        expected: the number that each sender's next message has.
+        early: what came before its turn, by sender, life and number.
+    """
+
+    epoch: int
+    life: int = 0
+    lives: dict[NodeId, int] = field(default_factory=dict)
+    gone: set[NodeId] = field(default_factory=set)
+    expected: dict[NodeId, int] = field(default_factory=dict)
+    early: dict[tuple[NodeId, int, int], Envelope] = field(default_factory=dict)
+
+    def accept(self, envelope: Envelope) -> list[Envelope]:
+        """What can be handled now that `envelope` has come, in order; nothing if it is a stranger, a duplicate, or early."""
+        sender, (life, mine), known = envelope.sender, envelope.lives, self.lives.get(envelope.sender, 0)
+        if envelope.epoch != self.epoch or mine != self.life or life < known or (life == known and sender in self.gone):
+            return []
+        if life == known and envelope.number < self.expected.get(sender, 0):
+            return []
+        self.early[sender, life, envelope.number] = envelope
+        return self._ready(sender)
+
+    def lost(self, node: NodeId) -> None:
+        """Whatever it has sent is lost."""
+        self.gone.add(node)
+        self._forget(node, self.lives.get(node, 0))
+
+    def joined(self, node: NodeId, life: int) -> list[Envelope]:
+        """It is there again; what it has sent since, and came before this news."""
+        self._forget(node, life - 1)
+        self.gone.discard(node)
+        self.lives[node] = life
+        self.expected.pop(node, None)
+        return self._ready(node)
+
+    def _ready(self, sender: NodeId) -> list[Envelope]:
+        life, number, ready = self.lives.get(sender, 0), self.expected.get(sender, 0), []
+        while (sender, life, number) in self.early:
+            ready.append(self.early.pop((sender, life, number)))
+            number += 1
+        self.expected[sender] = number
+        return ready
+
+    def _forget(self, node: NodeId, life: int) -> None:
+        """What is early of this life or one before it will not be asked for."""
+        for key in [key for key in self.early if key[0] == node and key[1] <= life]:
+            del self.early[key]

@@ -1,0 +1,177 @@
+"""`all_reduce.py` alone: nodes in one thread, whose messages and news come in any order that a network allows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from archipel import all_reduce, outer
+from archipel.actor import Group, Message, NodeId, Reduced
+from archipel.all_reduce import AllReduces
+from archipel.errors import TrainingError
+
+NODES = tuple(NodeId("a" if i < 3 else "b", f"w{i}") for i in range(6))
+ROUNDS = 3
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(all_reduce, "CHUNK", 2)
+    yield
+
+
+def vector(node: NodeId, round: int) -> Tensor:
+    """(5,): three chunks."""
+    return torch.arange(5.0) * 10 ** NODES.index(node) + round
+
+
+@dataclass
+class Lost:
+    node: NodeId
+
+
+@dataclass
+class World:
+    """Nodes that take `ROUNDS` rounds together. Between two nodes messages keep their order, as do the news that each is told."""
+
+    size: int
+    nodes: dict[NodeId, AllReduces] = field(default_factory=dict)
+    under_way: dict[tuple[NodeId, NodeId], deque[Message]] = field(default_factory=dict)
+    news: dict[NodeId, deque[Lost]] = field(default_factory=dict)
+    got: dict[NodeId, list[Reduced]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        group = NODES[: self.size]
+        for node in group:
+            self.got[node], self.news[node] = [], deque()
+            self.nodes[node] = AllReduces(node, self._sender(node), self._finisher(node))
+
+    def _sender(self, me: NodeId):  # type: ignore[no-untyped-def]
+        return lambda to, message: self.under_way.setdefault((me, to), deque()).append(message) if to in self.nodes else None
+
+    def _finisher(self, me: NodeId):  # type: ignore[no-untyped-def]
+        return lambda reduced, since_s: self.got[me].append(reduced)
+
+    def lose(self, node: NodeId) -> None:
+        del self.nodes[node]
+        for pair in [pair for pair in self.under_way if node in pair]:
+            del self.under_way[pair]
+        for other in self.nodes:
+            self.news[other].append(Lost(node))
+
+    def possible(self) -> list[tuple[str, NodeId, NodeId]]:
+        """What can happen next: a node calls for its next round, or is told of a loss, or a message arrives."""
+        calls = [
+            ("call", n, n) for n, state in self.nodes.items() if not state.calls and len(self.got[n]) < ROUNDS
+        ]
+        told = [("news", node, node) for node in self.nodes if self.news[node]]
+        return [*calls, *told, *[("mail", *pair) for pair, messages in self.under_way.items() if messages]]
+
+    def happen(self, what: str, a: NodeId, b: NodeId) -> None:
+        match what:
+            case "call":
+                round = len(self.got[a])
+                group: Group = tuple(node for node in NODES[: self.size] if node not in self.nodes[a].gone)
+                self.nodes[a].call(group, vector(a, round), round, 0.0)
+            case "news":
+                self.nodes[a].lost(self.news[a].popleft().node)
+            case "mail":
+                message = self.under_way[a, b].popleft()
+                assert isinstance(message, all_reduce.AllReduceMessage)
+                self.nodes[b].receive(message, a)
+
+
+def check(world: World) -> None:
+    """All who are there have all means, and those of one round are one mean: that of the members it names.
+
+    Who has got a mean and is lost before anybody else has got it takes it along.
+    """
+    for round in range(ROUNDS):
+        means = [world.got[node][round] for node in world.nodes if len(world.got[node]) > round]
+        assert len({reduced.group for reduced in means}) == 1
+        for reduced in means:
+            assert reduced.round == round
+            assert torch.equal(reduced.mean, outer.mean([vector(node, round) for node in reduced.group]))
+    for node in world.nodes:
+        assert len(world.got[node]) == ROUNDS, world.nodes[node].waits_for()
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_whoever_is_lost_whenever_the_others_get_one_mean(data: st.DataObject) -> None:
+    world = World(data.draw(st.integers(2, len(NODES))))
+    losses = data.draw(st.lists(st.integers(0, 60), max_size=world.size - 1))
+    rng = data.draw(st.randoms(use_true_random=False))
+    step = 0
+    while True:
+        possible = world.possible()
+        for _ in range(losses.count(step)):
+            if len(world.nodes) > 1:
+                world.lose(rng.choice(list(world.nodes)))
+                possible = world.possible()
+        if not possible and step > max(losses, default=0):
+            break
+        if possible:
+            world.happen(*rng.choice(possible))
+        step += 1
+    check(world)
+
+
+def test_it_has_the_bits_of_the_mean_and_the_order_of_the_group() -> None:
+    world = World(4)
+    while possible := world.possible():
+        world.happen(*possible[0])
+    check(world)
+    assert [reduced.group for reduced in world.got[NODES[0]]] == [NODES[:4]] * ROUNDS
+
+
+def test_the_leader_names_a_newcomer_that_the_others_have_not_heard_of() -> None:
+    world = World(3)
+    a, b, c = NODES[:3]
+    world.nodes[b].call((a, b), vector(b, 0), 0, 0.0)
+    world.nodes[c].call((a, b, c), vector(c, 0), 0, 0.0)
+    world.nodes[a].call((a, b, c), vector(a, 0), 0, 0.0)
+    while possible := [one for one in world.possible() if one[0] == "mail"]:
+        world.happen(*possible[0])
+    assert [got[0].group for got in world.got.values()] == [(a, b, c)] * 3
+
+
+def test_two_groups_with_one_leader_do_not_mix() -> None:
+    """A method may reduce in a region first, and then among the regions' leaders."""
+    world = World(4)
+    a, b, c, d = NODES[:4]
+    for node, group in ((a, (a, b)), (b, (a, b)), (c, (c, d)), (d, (c, d))):
+        world.nodes[node].call(group, vector(node, 0), 0, 0.0)
+    while possible := [one for one in world.possible() if one[0] == "mail"]:
+        world.happen(*possible[0])
+    world.nodes[a].call((a, c), vector(a, 0), 0, 0.0)
+    world.nodes[c].call((a, c), vector(c, 0), 0, 0.0)
+    while possible := [one for one in world.possible() if one[0] == "mail"]:
+        world.happen(*possible[0])
+    assert [[reduced.group for reduced in got] for got in world.got.values()] == [[(a, b), (a, c)], [(a, b)], [(c, d), (a, c)], [(c, d)]]
+
+
+def test_a_refused_vector_is_not_in_the_mean() -> None:
+    world = World(3)
+    a, b, c = group = NODES[:3]
+    for node in group:
+        world.nodes[node].call(group, torch.full((5,), torch.nan) if node == b else vector(node, 0), 0, 0.0, refused=node == b)
+    while possible := [one for one in world.possible() if one[0] == "mail"]:
+        world.happen(*possible[0])
+    for got in world.got.values():
+        assert torch.equal(got[0].mean, outer.mean([vector(a, 0), vector(c, 0)]))
+        assert got[0].group == group
+
+
+def test_calling_twice_is_refused() -> None:
+    world = World(2)
+    world.nodes[NODES[0]].call(NODES[:2], vector(NODES[0], 0), 7, 0.0)
+    with pytest.raises(TrainingError, match=r"^a/w0 called for all-reduce 7 while it waits for it$"):
+        world.nodes[NODES[0]].call(NODES[:2], vector(NODES[0], 0), 7, 0.0)
