@@ -22,7 +22,7 @@ import ping
 import ray
 import torch
 
-from archipel import live
+from archipel import cluster, live
 from archipel.recipe import Recipe, parse_recipe
 from bench import paired
 
@@ -96,7 +96,7 @@ def main() -> None:
     arguments = parser.parse_args()
     workers, steps, messages, rounds = arguments.workers, arguments.steps, arguments.messages, arguments.rounds
     print(f"torch {torch.__version__}, ray {ray.__version__}, {workers} workers, {rounds} rounds")
-    with tempfile.TemporaryDirectory() as name, live.session(None):
+    with tempfile.TemporaryDirectory() as name, cluster.session(None):
         folder = Path(name)
         show(
             "live DiLoCo ÷ bare loops in as many processes",

@@ -23,6 +23,7 @@ from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
 
 live = pytest.importorskip("archipel.live")
+cluster = pytest.importorskip("archipel.cluster")
 
 SETTINGS = {"inner_steps": 5, "accumulate": 2, "global_lr": 1.0, "local_lr": 1.6, "local_momentum": 0.0, "outer_momentum": 0.0}
 PROFILE = {"name": "small", "model_bytes": 10_000, "step_time_s": 0.03}
@@ -57,7 +58,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
     """A private Ray that the launches of this module share."""
-    with live.session(None):
+    with cluster.session(None):
         yield
 
 
@@ -110,23 +111,23 @@ SERVER = NodeId("east", "server")
 
 
 def machine(name: str, region: str | None = None, gpus: float = 0.0) -> Any:
-    return live.Machine(name, f"10.0.0.{name}", region, gpus)
+    return cluster.Machine(name, f"10.0.0.{name}", region, gpus)
 
 
 def test_one_private_machine_acts_all_regions() -> None:
-    places = live.place([SERVER, *W], W, [machine("1")], 1.0, None)
+    places = cluster.place([SERVER, *W], W, [machine("1")], 1.0, None)
     assert {place.id for place in places.values()} == {"1"}
 
 
 def test_a_regions_workers_are_spread_over_its_machines() -> None:
     found = [machine("1", "east"), machine("2", "east"), machine("3", "west"), machine("4")]
-    places = live.place([SERVER, *W], W, found, 1.0, "10.0.0.1:6379")
+    places = cluster.place([SERVER, *W], W, found, 1.0, "10.0.0.1:6379")
     assert [places[node].id for node in (SERVER, *W)] == ["1", "1", "2", "3"]
 
 
 def test_a_region_without_a_machine_is_named_with_the_command_that_would_start_one() -> None:
     with pytest.raises(UserError) as error:
-        live.place([SERVER, *W], W, [machine("1", "east"), machine("2")], 1.0, "10.0.0.1:6379")
+        cluster.place([SERVER, *W], W, [machine("1", "east"), machine("2")], 1.0, "10.0.0.1:6379")
     assert str(error.value) == (
         "region 'west' has no machine for west/w0: no Ray node has the label region=west (labels found: 'east'); on a machine of "
         "that region: ray start --address=10.0.0.1:6379 --labels=region=west"
@@ -135,10 +136,10 @@ def test_a_region_without_a_machine_is_named_with_the_command_that_would_start_o
 
 def test_gpus_take_as_many_workers_as_the_fraction_allows() -> None:
     found = [machine("1", "east", 1.0), machine("2", "east"), machine("3", "west", 2.0)]
-    places = live.place([SERVER, *W], W, found, 0.5, "10.0.0.1:6379")
+    places = cluster.place([SERVER, *W], W, found, 0.5, "10.0.0.1:6379")
     assert [places[node].id for node in W] == ["1", "1", "3"]
     with pytest.raises(UserError) as error:
-        live.place([SERVER, *W], W, found, 1.0, "10.0.0.1:6379")
+        cluster.place([SERVER, *W], W, found, 1.0, "10.0.0.1:6379")
     assert str(error.value) == (
         "region 'east' has GPUs for 1 workers, and none for east/w1: "
         "live.gpu_fraction = 1 of a GPU each; lower it, or add a machine"

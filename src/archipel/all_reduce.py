@@ -114,6 +114,7 @@ class AllReduces:
         gone: who is lost now.
         calls: those that I wait for, by round.
         early: sums for which I have not called yet.
+        held: for those who are lost as far as I know; the leader may know already that they are there again.
         outcome: of the last one that has ended.
     """
 
@@ -124,16 +125,20 @@ class AllReduces:
     gone: set[NodeId] = field(default_factory=set)
     calls: dict[int, Call] = field(default_factory=dict)
     early: list[Sum] = field(default_factory=list)
+    held: dict[NodeId, list[Message]] = field(default_factory=dict)
     outcome: Outcome | None = None
 
     def call(self, group: Group, vector: Vector, round: int, since_s: float, *, refused: bool = False) -> None:
         """Mean over `group`; `refused`: without `vector`, which gives nothing but its shape.
+
+        Rounds go up. One who calls for an earlier one than it waits for has begun again, and waits no longer.
 
         Raises:
             TrainingError: I wait for this round already.
         """
         if round in self.calls:
             raise TrainingError(f"{self.me} called for all-reduce {round} while it waits for it")
+        self.calls = {number: call for number, call in self.calls.items() if number < round}
         chunks = torch.split(vector, CHUNK)
         self.calls[round] = call = Call(tuple(node for node in group if node not in self.gone), chunks, refused, since_s)
         early, self.early = self.early, []
@@ -156,16 +161,19 @@ class AllReduces:
     def lost(self, node: NodeId) -> None:
         self.losses += 1
         self.gone.add(node)
+        self.held.pop(node, None)
         for round, call in list(self.calls.items()):
             if node in call.group:
                 call.group = tuple(member for member in call.group if member != node)
                 if call.group[0] == self.me:
                     self._begin(round, call)
                 else:
-                    self.send(call.group[0], Ask(round))
+                    self._send(call.group[0], Ask(round))
 
     def joined(self, node: NodeId) -> None:
         self.gone.discard(node)
+        for message in self.held.pop(node, []):
+            self.send(node, message)
 
     def waits_for(self) -> str | None:
         """For whom, if it waits for anybody."""
@@ -189,8 +197,7 @@ class AllReduces:
             self.outcome = replace(outcome, attempt=message.attempt)  # once an attempt
             self._settle(outcome, tuple(node for node in message.group if node != self.me))
         elif call is None or not self._is_mine(call, message):
-            if outcome is None or message.round >= outcome.round:
-                self.early.append(message)
+            self.early.append(message)
         elif message.attempt >= call.attempt:
             if message.attempt > call.attempt:
                 call.attempt, call.means = message.attempt, {}
@@ -208,7 +215,7 @@ class AllReduces:
         """`message` has my part in it."""
         group, place = message.group, message.group.index(self.me)
         if place + 1 < len(group):
-            self.send(group[place + 1], message)
+            self._send(group[place + 1], message)
         else:
             mean = message.total / max(1, len(group) - len(message.refused))
             self._take(call, Mean(group, message.round, message.attempt, message.chunk, mean, message.refused))
@@ -220,11 +227,12 @@ class AllReduces:
             if message.attempt != call.attempt:
                 return
             if place := message.group.index(self.me):
-                self.send(message.group[place - 1], message)
+                self._send(message.group[place - 1], message)
         means = call.means.setdefault(message.attempt, {})
         means[message.chunk] = message.mean
         if len(means) == len(call.mine):
             del self.calls[message.round]
+            self.early = [other for other in self.early if other.round != message.round or other.attempt >= message.attempt]
             chunks = tuple(means[number] for number in range(len(call.mine)))
             self.outcome = Outcome(message.group, message.round, message.attempt, chunks, message.refused)
             self._settle(self.outcome, tuple(call.asking))
@@ -234,5 +242,10 @@ class AllReduces:
         """Give others the mean that I have got."""
         for number, mean in enumerate(outcome.chunks):
             for node in others:
-                self.send(node, Mean(outcome.group, outcome.round, outcome.attempt, number, mean, outcome.refused, settled=True))
+                self._send(node, Mean(outcome.group, outcome.round, outcome.attempt, number, mean, outcome.refused, settled=True))
 
+    def _send(self, to: NodeId, message: Message) -> None:
+        if to in self.gone:
+            self.held.setdefault(to, []).append(message)
+        else:
+            self.send(to, message)

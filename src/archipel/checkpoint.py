@@ -364,7 +364,7 @@ def _write(directory: Path, event: int, document: bytes, tensors: bytes, recipe:
     }
     temporary = directory.with_name(f".{directory.name}")
     try:
-        directory.parent.mkdir(exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
         for left in directory.parent.glob(".event-*"):  # by a crash
             shutil.rmtree(left)
         temporary.mkdir()

@@ -48,7 +48,7 @@ from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
 from archipel.yamlfile import dump
 
 if TYPE_CHECKING:  # it imports Ray, which takes a second
-    from archipel import live
+    from archipel.watch import Now
 
 app = typer.Typer(
     help="Train one model over slow links: compare methods on a modelled network, then run one for real.",
@@ -68,6 +68,8 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; can be given often.")
 ]
 Processes = Annotated[int | None, typer.Option(min=1, help="Processes that compute gradients. Default: one a core, or one a GPU.")]
+SAVE_EVERY = "600s"
+"""How often the nodes of a live run save their parts, unless something else is asked for."""
 CheckpointEvery = Annotated[
     str | None,
     typer.Option(
@@ -131,18 +133,22 @@ def resume(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or a folder that holds some.")],
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Of live runs: see `archipel launch`.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Of live runs: see `archipel launch`.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Go on with runs that were stopped, as if they had not been: the same files, to the bit."""
+    """Go on with runs that were stopped: simulated ones as if they had not been, live ones from what each node saved last."""
     every = None if checkpoint_every is None else parse_every(checkpoint_every)
     recipes = {path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)}
     if not recipes:
-        raise UserError(
-            f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended; "
-            "live runs cannot be resumed"
-        )
+        raise UserError(f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended")
     for path, recipe in recipes.items():
         experiment.check_resumable(path, recipe)
+    lively = {path: recipe for path, recipe in recipes.items() if experiment.is_live(path)}
+    for path, recipe in lively.items():
+        go_live(recipe, path, address, every or parse_every(SAVE_EVERY), insecure=insecure, resume=True)
+    target = next(iter(recipes.values())).run.target_loss
+    recipes = {path: recipe for path, recipe in recipes.items() if path not in lively}
     diverged: list[str] = []
     with progress_of() as begin:
         # Runs of one comparison share a pool.
@@ -150,7 +156,6 @@ def resume(
             same = dict(group)
             with experiment.open_pool(next(iter(same.values())), processes) as pool:
                 diverged += simulate_all(same, pool, directory, begin, every, resume=True)
-    target = next(iter(recipes.values())).run.target_loss
     finish(report.find(directory), directory, diverged, target, as_json=as_json)
 
 
@@ -167,10 +172,17 @@ def launch(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/launch-DATE.")
     ] = None,
+    checkpoint_every: Annotated[
+        str | None, typer.Option(metavar="TOKENS|SECONDSs", help=f"How often each node saves its part. Default: {SAVE_EVERY}.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run one recipe for real: on this machine, or across the machines of a Ray cluster."""
-    launch_one(read_recipe(recipe, settings or []), out or _dated("launch"), address, insecure=insecure, as_json=as_json)
+    read = read_recipe(recipe, settings or [])
+    if checkpoint_every is None and read.pipeline.stages == 1:  # others cannot be saved
+        checkpoint_every = SAVE_EVERY
+    every = None if checkpoint_every is None else parse_every(checkpoint_every)
+    launch_one(read, out or _dated("launch"), address, every, insecure=insecure, as_json=as_json)
 
 
 @app.command("report")
@@ -489,23 +501,35 @@ def finish(finished: list[Path], out: Path, diverged: list[str], target_loss: fl
         raise Diverged("; ".join(diverged))
 
 
-def launch_one(recipe: Recipe, out: Path, address: str | None, *, insecure: bool, as_json: bool) -> None:
+def launch_one(recipe: Recipe, out: Path, address: str | None, every: Every | None, *, insecure: bool, as_json: bool) -> None:
     """Run `recipe` live and show it."""
-    from archipel import live
-
     name = f"{recipe.label}-seed{recipe.run.seed}"
     experiment.warn_of_divergence(recipe)
     experiment.prepare_output(out, [name])
     try:
-        with live_progress_of(name) as progress:
-            live.launch(recipe, out / name, address=address, insecure=insecure, progress=progress)
-    except KeyboardInterrupt:
-        left = f"; `archipel report {out}` shows what happened until then" if (out / name).exists() else ""
-        _complain(f"interrupted{left}", 130)
+        go_live(recipe, out / name, address, every, insecure=insecure)
     finally:
         with suppress(OSError):
             out.rmdir()  # unless something is in it
     show([report.load(out / name)], out, recipe.run.target_loss, as_json=as_json)
+
+
+def go_live(
+    recipe: Recipe, directory: Path, address: str | None, every: Every | None, *, insecure: bool, resume: bool = False
+) -> None:
+    """Run `recipe` live in a run directory, or go on with the run that was stopped there."""
+    from archipel import live
+
+    try:
+        with live_progress_of(directory.name) as progress:
+            live.launch(recipe, directory, address=address, insecure=insecure, every=every, resume=resume, progress=progress)
+    except KeyboardInterrupt:
+        left = f"; `archipel report {directory}` shows what happened until then" if directory.exists() else ""
+        goes_on = f"; `archipel resume {directory}` goes on from here" if experiment.unfinished(directory) else ""
+        _complain(f"interrupted{goes_on}{left}", 130)
+    except TrainingError as error:
+        goes_on = f"; `archipel resume {directory}` goes on from the last save" if experiment.unfinished(directory) else ""
+        raise TrainingError(f"{error}{goes_on}") from None
 
 
 def show(runs: list[report.Run], out: Path, target_loss: float | None, *, as_json: bool) -> None:
@@ -566,7 +590,7 @@ def _plain_progress(name: str) -> experiment.Progress:
 
 
 @contextmanager
-def live_progress_of(name: str) -> Iterator[Callable[[live.Now], None]]:
+def live_progress_of(name: str) -> Iterator[Callable[[Now], None]]:
     """How a live run stands: a bar on a terminal; elsewhere a plain line on stderr every tenth of the run, and every minute."""
     if log_console.is_terminal:
         columns = (
@@ -581,7 +605,7 @@ def live_progress_of(name: str) -> Iterator[Callable[[live.Now], None]]:
         return
     shown, shown_s = -1, 0.0
 
-    def progress(now: live.Now) -> None:
+    def progress(now: Now) -> None:
         nonlocal shown, shown_s
         tenth = 10 * now.inner_steps // now.planned
         if tenth > shown or now.time_s > shown_s + 60:
@@ -591,7 +615,7 @@ def live_progress_of(name: str) -> Iterator[Callable[[live.Now], None]]:
     yield progress
 
 
-def _in_words(now: live.Now) -> str:
+def _in_words(now: Now) -> str:
     """Loss, speed, who idles and who is late, as far as they are known."""
     said = [f"{now.time_s:,.0f} s"]
     if now.loss is not None:

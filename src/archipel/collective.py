@@ -10,7 +10,11 @@ duty:
 - A **newcomer** (it joins late, or has crashed and restarted) has no model. It says `Hello` to all and waits.
 - At the start of the next round the **holder** sends it the `State` of that round and names it in its own all-reduce. An
   all-reduce waits for whoever any member names, so that nobody else has to know beforehand.
-- If nobody is left who has a model, the newcomer with the most rounds in its save becomes the holder, and starts.
+- If nobody is left who has a model, the newcomer with the most rounds in its save becomes the holder, and starts a new *term*.
+
+A newcomer goes by what the others have told it, and one of them may have got a model since, from somebody who was then lost.
+So two may hold a model at once. Each of them sends its `State` to all others, and whoever gets one of a later term takes it: the
+later term wins, and what the other one has done is lost.
 
 A member that cannot be reached is still a member: nobody can tell it from one that goes on by itself, and two groups
 that go on apart would be two models. So a collective waits until the link is up again.
@@ -24,11 +28,15 @@ from dataclasses import dataclass, field
 
 from archipel.actor import Actor, Context, Group, Joined, Lost, Message, NodeId, Vector
 
+Term = tuple[int, int]
+"""How often somebody has had to start again with all others, and the rank of the last one who has."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Hello(Message):
-    """To everybody: I have no model; my last save is of this round."""
+    """To everybody: I have no model; my last save is of this term and round."""
 
+    term: Term
     round: int
 
 
@@ -38,6 +46,7 @@ class State(Message):
 
     theta: Vector
     momentum: Vector | None
+    term: Term
     round: int
     progress: int
     group: Group
@@ -52,6 +61,7 @@ class Member(Actor):
         theta: the model at the start of the round, equal on all members.
         everybody: all who may ever be members, in rank order.
         group: those who take part in this round, as far as I know; those who have been there longest first, then by rank.
+        term: in which I take part.
         round: the number of this round.
         progress: inner steps that the model has absorbed, of all members together.
         computing: I have asked for inner steps, and they are not done.
@@ -59,13 +69,14 @@ class Member(Actor):
         waiting: I am a newcomer.
         since: the round from which each of them has taken part, where that is not the first.
         lost_lately: those who were lost in this round; a State that names them may be older than that.
-        newcomers: those others who wait, and the rounds of their saves; until it is agreed that they take part.
+        newcomers: those others who wait, and the terms and rounds of their saves; until it is agreed that they take part.
         gone: those who have crashed or left.
     """
 
     theta: Vector
     everybody: Group
     group: Group
+    term: Term = (0, 0)
     round: int = 0
     progress: int = 0
     computing: bool = False
@@ -73,7 +84,7 @@ class Member(Actor):
     waiting: bool = False
     since: dict[NodeId, int] = field(default_factory=dict)
     lost_lately: dict[NodeId, None] = field(default_factory=dict)
-    newcomers: dict[NodeId, int] = field(default_factory=dict)
+    newcomers: dict[NodeId, tuple[Term, int]] = field(default_factory=dict)
     gone: dict[NodeId, None] = field(default_factory=dict)
 
     @abstractmethod
@@ -149,11 +160,15 @@ class Member(Actor):
                     self.send_state(node, ctx)
             case Hello() if self.holds and sender in self.group:
                 self.send_state(sender, ctx)
-            case Hello(round=number):
-                self.newcomers[sender] = number
+            case Hello(term=term, round=number):
+                self.newcomers[sender] = term, number
                 self.start_if_nobody_else_can(ctx)
-            case State(theta=theta, momentum=momentum, round=number) if self.waiting or number > self.round:
-                self.theta, self.round, self.progress, self.since = theta.clone(), number, message.progress, {**message.since}
+            case State(theta=theta, momentum=momentum, term=term, round=number) if self.waiting or (term, number) > (
+                self.term,
+                self.round,
+            ):
+                self.theta, self.term, self.round, self.since = theta.clone(), term, number, {**message.since}
+                self.progress = message.progress
                 self.regroup(node for node in message.group if node not in self.lost_lately)
                 self.take_over(momentum)
                 self.waiting = False
@@ -162,15 +177,17 @@ class Member(Actor):
     def say_hello(self, to: Iterable[NodeId], ctx: Context) -> None:
         for node in to:
             if node != self.me:
-                ctx.send(node, Hello(self.round))
+                ctx.send(node, Hello(self.term, self.round))
 
     def start_if_nobody_else_can(self, ctx: Context) -> None:
         """If I am a newcomer, and all others are gone or newcomers too: the one who knows most starts."""
-        known = {**self.newcomers, self.me: self.round}
+        known = {**self.newcomers, self.me: (self.term, self.round)}
         if self.waiting and all(node in known or node in self.gone for node in self.everybody):
             most = max(known.values())
             if self.me == next(node for node in self.everybody if known.get(node) == most):
                 self.waiting = False
+                latest, _ = most
+                self.term = latest[0] + 1, self.everybody.index(self.me)
                 self.regroup((self.me,))
                 self.invite(ctx)
                 self.begin(ctx)
@@ -187,8 +204,22 @@ class Member(Actor):
         momentum, since = self.momentum(), {**self.since}
         ctx.send(
             to,
-            State(self.theta.clone(), None if momentum is None else momentum.clone(), self.round, self.progress, self.group, since),
+            State(
+                self.theta.clone(),
+                None if momentum is None else momentum.clone(),
+                self.term,
+                self.round,
+                self.progress,
+                self.group,
+                since,
+            ),
         )
+
+    @property
+    def number(self) -> int:
+        """Of this round among those of all terms: what members reduce together has one number."""
+        times, rank = self.term
+        return ((times * len(self.everybody) + rank) << 32) + self.round
 
     @property
     def holds(self) -> bool:

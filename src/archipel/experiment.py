@@ -52,6 +52,8 @@ Progress = Callable[[int, int, float], None]
 """Told (inner steps absorbed, inner steps planned, seconds on the engine's clock) while a run goes on."""
 CHECKPOINTS = "checkpoint"
 """The folder of a run directory that holds its checkpoints, until the run has ended."""
+LIVE = "live"
+"""The folder, in that one, in which each node of a live run has one of its own."""
 LEFT = {"recipe.yaml", "metrics.jsonl", "trace.json", "weights.safetensors", "summary.json", CHECKPOINTS}
 """What can be in a run directory."""
 INTERRUPTED = "interrupted"
@@ -525,11 +527,16 @@ def is_run_directory(directory: Path) -> bool:
     return "summary.json" in names or ("recipe.yaml" in names and names <= LEFT)
 
 
+def is_live(directory: Path) -> bool:
+    """The run in a run directory has been launched, not simulated, and its nodes saved their parts there."""
+    return (directory / CHECKPOINTS / LIVE).is_dir()
+
+
 def is_finished(directory: Path) -> bool:
-    """A run directory's run has ended, and not by Ctrl-C; or it was a live one, which cannot go on."""
+    """A run directory's run has ended, and not by Ctrl-C; or it was a live one that nobody has saved."""
     try:
         summary = json.loads((directory / "summary.json").read_text())
-        return bool(summary["stopped"] != INTERRUPTED or summary.get("clock") == "measured")
+        return bool(summary["stopped"] != INTERRUPTED or (summary.get("clock") == "measured" and not is_live(directory)))
     except FileNotFoundError:
         return False
     except (ValueError, LookupError, TypeError):
@@ -544,15 +551,21 @@ def unfinished(directory: Path) -> list[Path]:
 
 def check_resumable(directory: Path, recipe: Recipe) -> None:
     """Raise a `UserError` if `directory` has no checkpoint and its `recipe.yaml` is one that the user wrote, not a run's."""
-    if not checkpoint.checkpoints(directory / CHECKPOINTS) and _recipe_text(directory) != recipe.to_yaml():
+    if not checkpoints_of(directory) and _recipe_text(directory) != recipe.to_yaml():
         path = directory / "recipe.yaml"
         raise UserError(f"{path} is not as a run leaves it, so there is nothing to resume; `archipel run {path}` starts a run")
+
+
+def checkpoints_of(directory: Path) -> list[Path]:
+    """The checkpoints in a run directory, of a simulated run or a live one."""
+    folder = directory / CHECKPOINTS
+    return checkpoint.checkpoints(folder) or checkpoint.checkpoints(folder / LIVE)
 
 
 def remove_unbegun(directories: Iterable[Path]) -> None:
     """Remove run directories that have neither a checkpoint nor a summary."""
     for directory in directories:
-        if not (directory / "summary.json").is_file() and not checkpoint.checkpoints(directory / CHECKPOINTS):
+        if not (directory / "summary.json").is_file() and not checkpoints_of(directory):
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -573,7 +586,7 @@ def prepare_output(out: Path, names: list[str]) -> None:
         taken = out / name
         if taken.exists() and not is_run_directory(taken):
             raise UserError(f"--out {out}: {taken} is there already and is not a run directory")
-        if checkpoint.checkpoints(taken / CHECKPOINTS) and not is_finished(taken):
+        if checkpoints_of(taken) and not is_finished(taken):
             raise UserError(
                 f"--out {out}: {taken} is a run that has not ended; `archipel resume {taken}` goes on with it; "
                 f"to start anew, remove it or choose another --out"

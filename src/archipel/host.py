@@ -263,10 +263,6 @@ class Host:
 
     Attributes:
         reached: set when the last mark has been reached.
-        warnings: what its user should know of its start.
-
-    Raises:
-        UserError: it is to go on from a save, and there is none, or none that is sound.
     """
 
     def __init__(self, setup: Setup, post: Callable[[NodeId, Envelope], None], keep: Callable[[Vector], Any]) -> None:
@@ -285,7 +281,6 @@ class Host:
         self.recorder = Recorder()
         self.save_due = False
         self.saved = threading.Event()
-        self.warnings: list[str] = []
         self.snapshots: list[Snapshot] = []
         self.reached = threading.Event()
         self.training_since_s: float | None = None
@@ -299,8 +294,6 @@ class Host:
                 self._train_with(Solo(Replica(make_task(setup.task), setup.run, device()), setup.shard))
         self.batch = 0  # number of the next one
         self.started_s = time.perf_counter()
-        if setup.begins != "start" and setup.saves is not None:
-            self._load(setup.saves)
 
     def meet(self, meeting: Meeting, tell: Callable[[str, tuple[int, ...]], None]) -> None:
         """Find those with whom this worker takes its inner steps: other stages, or the other processes of its replica.
@@ -490,8 +483,8 @@ class Host:
                 self._handle(Lost(node), self.me)
             return
         early = self.inbox.joined(node, news.life)
-        self.reduces.joined(node)
         self.sent.pop(node, None)
+        self.reduces.joined(node)
         if known:
             self._handle(Joined(node), self.me)
         for envelope in early:
@@ -604,20 +597,27 @@ class Host:
         self.save_due = False
         self.saved.set()
 
-    def _load(self, saves: Saves) -> None:
-        if not checkpoint.checkpoints(saves.folder) and (self.setup.begins != "resume" or self.setup.shard is not None):
-            self.warnings.append(f"{self.me} has no save to go on from in {saves.folder}, and begins anew")
-            return
+    def load(self) -> list[str]:
+        """Go on from the last save, unless it is the run that begins; what the user should know of that.
+
+        Raises:
+            UserError: there is none that is sound.
+        """
+        setup, saves = self.setup, self.setup.saves
+        if setup.begins == "start" or saves is None:
+            return []
+        if not checkpoint.checkpoints(saves.folder) and (setup.begins != "resume" or setup.shard is not None):
+            return [f"{self.me} has no save to go on from, and begins anew"]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state = checkpoint.load(saves.folder, self._surroundings(), saves.recipe)
-        self.warnings += [str(warning.message) for warning in caught]
         self.actor, self.rng, self.batch = state["actor"], state["rng"], state["batch"]
         self.recorder, self.events = state["recorder"], state["events"]
-        if isinstance(self.inner, Solo) and self.setup.begins != "reset":
+        if isinstance(self.inner, Solo) and setup.begins != "reset":
             for mine, saved in zip(self.inner.state, state["inner"], strict=True):
                 mine.copy_(saved)
             self.integers = self.inner.integers()
+        return [str(warning.message) for warning in caught]
 
     def _surroundings(self) -> Surroundings:
         return Surroundings({"on_progress": self.recorder.on_progress}, [sys.modules[type(self.actor).__module__]])

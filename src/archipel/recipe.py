@@ -41,6 +41,7 @@ class RunConfig(BaseModel):
     seconds: float | None = Field(None, gt=0, description="on the engine's clock")
     target_loss: float | None = Field(None, description="validation loss")
     seed: int = Field(0, ge=0)
+    strict: bool = Field(False, description="a loss that is not finite ends the run, and no worker is started again")
     evaluations: int = Field(25, ge=1, description="how often the model is evaluated, at equal marks of inner steps")
 
 
@@ -63,6 +64,7 @@ class LiveConfig(BaseModel):
     gpu_fraction: float = Field(1.0, gt=0, le=1, description="part of a GPU that each process takes; 0.25: four share one")
     processes: int = Field(1, ge=1, description="of each worker, which share one replica of the model by FSDP2")
     deadline_s: float = Field(60.0, gt=0, description="longest time without a sign of life or of progress")
+    max_restarts: int = Field(3, ge=0, description="how often a node that died, or whose loss is not finite, is started again")
 
 
 @dataclass(frozen=True)

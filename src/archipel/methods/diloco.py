@@ -45,8 +45,8 @@ class Worker(Member):
                 self.begin(ctx)
             case Trained(theta=theta):
                 if self.computed(ctx):
-                    ctx.all_reduce(self.group, outer_gradient(self.theta, theta, len(self.outer.velocity)), self.round)
-            case Reduced(mean=gradient, group=group, round=self.round):
+                    ctx.all_reduce(self.group, outer_gradient(self.theta, theta, len(self.outer.velocity)), self.number)
+            case Reduced(mean=gradient, group=group, round=self.number):
                 self.outer.step(self.theta, gradient)
                 self.agree(group)
                 self.progress += self.round_steps if group is self.everybody else sum(self.steps_of[member] for member in group)

@@ -26,8 +26,8 @@ class Worker(Member):
                 self.begin(ctx)
             case Gradient(vector=gradient):
                 if self.computed(ctx):
-                    ctx.all_reduce(self.group, gradient, self.round)
-            case Reduced(mean=gradient, group=group, round=self.round):
+                    ctx.all_reduce(self.group, gradient, self.number)
+            case Reduced(mean=gradient, group=group, round=self.number):
                 self.agree(group)
                 self.computing = True
                 ctx.apply(self.theta, gradient, self.progress)

@@ -1,0 +1,128 @@
+"""A host as a Ray actor, and what all hosts of a run are made from.
+
+What belongs here: the thin layer between `host.py`, which knows no Ray, and Ray. What does not: whether hosts are alive
+(`watch.py`).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+import torch
+
+from archipel import methods
+from archipel.actor import NodeId
+from archipel.cluster import Machine, on
+from archipel.errors import TrainingError
+from archipel.host import Host, Meeting, News, Record, Setup, Snapshot, Status, device, free_port, meet
+from archipel.mail import Envelope
+from archipel.recipe import Recipe
+from archipel.sharded import ShardedReplica
+from archipel.task import make_task
+
+
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"mail": 1, "watch": 1, "wait": 1, "save": 1})
+class RayHost:
+    """A `Host` as a Ray actor. Mail and questions come in threads of their own, beside the one that runs it."""
+
+    def __init__(self, method: str, setup: bytes) -> None:
+        methods.load(method)  # so that what it defines can be unpickled
+        self.host = Host(pickle.loads(setup), self._post, lambda vector: ray.put(vector.numpy()))
+        self.peers: dict[NodeId, Any] = {}
+
+    def connect(self, peers: dict[NodeId, Any], meeting: Meeting | None, followers: list[Any]) -> list[str]:
+        """Be ready to run; what the user should know of that."""
+        self.peers = peers
+        if meeting:
+            self.host.meet(meeting, lambda what, arguments: _tell(followers, what, arguments))
+        return self.host.load()
+
+    def run(self, clock_s: float) -> Record:
+        return self.host.run(clock_s)
+
+    @ray.method(concurrency_group="mail")
+    def deliver(self, envelope: Envelope) -> None:
+        self.host.deliver(envelope)
+
+    @ray.method(concurrency_group="mail")
+    def tell(self, news: News, handle: Any) -> None:
+        """`handle`: that of a node which is there again."""
+        if handle is not None:
+            self.peers[news.node] = handle
+        self.host.tell(news)
+
+    @ray.method(concurrency_group="save")
+    def save(self) -> None:
+        self.host.save()
+
+    @ray.method(concurrency_group="watch")
+    def status(self, evaluated: int) -> Status:
+        return self.host.status(evaluated)
+
+    @ray.method(concurrency_group="watch")
+    def snapshot(self) -> Snapshot:
+        return self.host.snapshot()
+
+    @ray.method(concurrency_group="watch")
+    def stop(self) -> None:
+        self.host.stop()
+
+    @ray.method(concurrency_group="wait")
+    def reached(self) -> None:
+        self.host.reached.wait()
+
+    def _post(self, to: NodeId, envelope: Envelope) -> None:
+        if to not in self.peers:
+            raise TrainingError(f"{self.host.me} sent {envelope.kind.__name__} to {to}, which is none of its peers")
+        self.peers[to].deliver.remote(envelope)  # copies the vectors now
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class RayFollower:
+    """One of the other processes of a worker that has several."""
+
+    def __init__(self, setup: bytes, meeting: Meeting) -> None:
+        torch.set_num_threads(1)
+        told: Setup = pickle.loads(setup)
+        assert told.shard is not None
+        meet(meeting, told.deadline_s)
+        self.replica = ShardedReplica(make_task(told.task), told.run, device(), told.shard)
+
+    def follow(self, what: str, arguments: tuple[int, ...]) -> None:
+        self.replica.follow(what, arguments)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _free_port() -> int:
+    return free_port()
+
+
+def ask_for_port(machine: Machine) -> int:
+    """A port of a machine that nothing listens on."""
+    return int(ray.get(_free_port.options(scheduling_strategy=on(machine)).remote(), timeout=60))
+
+
+def _tell(followers: Sequence[Any], what: str, arguments: tuple[int, ...]) -> None:
+    for follower in followers:
+        follower.follow.remote(what, arguments)
+
+
+def make_host(recipe: Recipe, setup: Setup, machine: Machine) -> Any:
+    """A host on a machine; a worker takes its part of a GPU there, if there are any."""
+    return RayHost.options(  # type: ignore[attr-defined]
+        scheduling_strategy=on(machine), num_gpus=recipe.live.gpu_fraction if machine.gpus and setup.shard is not None else 0
+    ).remote(recipe.method, pickle.dumps(setup))
+
+
+def make_followers(recipe: Recipe, setup: Setup, machine: Machine, meeting: Meeting) -> list[Any]:
+    """The other processes of a worker that has several; they meet its host."""
+    return [
+        RayFollower.options(  # type: ignore[attr-defined]
+            scheduling_strategy=on(machine), num_gpus=recipe.live.gpu_fraction if machine.gpus else 0
+        ).remote(pickle.dumps(setup), replace(meeting, rank=rank))
+        for rank in range(1, recipe.live.processes)
+    ]
