@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,9 +21,8 @@ ROUNDS = 3
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce, "CHUNK", 2)
-    yield
 
 
 def vector(node: NodeId, round: int) -> Tensor:
@@ -68,9 +66,7 @@ class World:
 
     def possible(self) -> list[tuple[str, NodeId, NodeId]]:
         """What can happen next: a node calls for its next round, or is told of a loss, or a message arrives."""
-        calls = [
-            ("call", n, n) for n, state in self.nodes.items() if not state.calls and len(self.got[n]) < ROUNDS
-        ]
+        calls = [("call", n, n) for n, state in self.nodes.items() if not state.calls and len(self.got[n]) < ROUNDS]
         told = [("news", node, node) for node in self.nodes if self.news[node]]
         return [*calls, *told, *[("mail", *pair) for pair, messages in self.under_way.items() if messages]]
 
@@ -155,7 +151,12 @@ def test_two_groups_with_one_leader_do_not_mix() -> None:
     world.nodes[c].call((a, c), vector(c, 0), 0, 0.0)
     while possible := [one for one in world.possible() if one[0] == "mail"]:
         world.happen(*possible[0])
-    assert [[reduced.group for reduced in got] for got in world.got.values()] == [[(a, b), (a, c)], [(a, b)], [(c, d), (a, c)], [(c, d)]]
+    assert [[reduced.group for reduced in got] for got in world.got.values()] == [
+        [(a, b), (a, c)],
+        [(a, b)],
+        [(c, d), (a, c)],
+        [(c, d)],
+    ]
 
 
 def test_a_refused_vector_is_not_in_the_mean() -> None:

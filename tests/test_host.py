@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from archipel import experiment, methods, outer
-from archipel.actor import Actor, Context, Message, NodeId, Start, Trained, World
+from archipel.actor import Actor, Context, Joined, Message, NodeId, Start, Trained, World
 from archipel.all_reduce import CHUNK
 from archipel.data import Shard
-from archipel.errors import Diverged, TrainingError
-from archipel.host import Host, Record, Setup
+from archipel.errors import Diverged, TrainingError, UserError
+from archipel.host import Host, News, Record, Saves, Setup
 from archipel.mail import Envelope, Inbox, contents
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
-from archipel.replica import Replica, Run
+from archipel.replica import Replica, Run, Solo
 from archipel.task import NoTask, TaskConfig, make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
@@ -376,3 +377,171 @@ def test_random_numbers_are_the_simulators() -> None:
     fleet.add(Chatter(me=A))
     fleet.add(Chatter(me=B), run=Run(1, 1, 7))
     assert fleet.hosts[B].rng.random() == np.random.default_rng((7, 1)).random()
+
+
+# Lives
+
+
+def test_mail_of_an_earlier_life_is_dropped_and_that_of_a_later_one_waits_for_the_news() -> None:
+    inbox = Inbox(epoch=1)
+    inbox.accept(letter(0))
+    assert inbox.accept(letter(0, lives=(1, 0))) == []
+    assert inbox.accept(letter(1, lives=(1, 0))) == []
+    inbox.lost(A)
+    assert inbox.accept(letter(1)) == []
+    assert [(e.lives, e.number) for e in inbox.joined(A, 1)] == [((1, 0), 0), ((1, 0), 1)]
+    assert inbox.accept(letter(2)) == []
+    assert [e.number for e in inbox.accept(letter(2, lives=(1, 0)))] == [2]
+    assert not inbox.early
+
+
+def test_mail_for_an_earlier_life_of_mine_is_dropped() -> None:
+    inbox = Inbox(epoch=1, life=1)
+    assert inbox.accept(letter(0)) == []
+    assert [e.number for e in inbox.accept(letter(0, lives=(0, 1)))] == [0]
+
+
+def test_what_is_early_from_one_who_is_lost_is_not_heard_in_its_next_life() -> None:
+    inbox = Inbox(epoch=1)
+    inbox.accept(letter(1))
+    inbox.lost(A)
+    assert inbox.joined(A, 1) == []
+    assert not inbox.early
+
+
+@dataclass(kw_only=True)
+class Listener(Actor):
+    """Keeps what it is told."""
+
+    others: tuple[NodeId, ...] = ()
+    heard: list[str] = field(default_factory=list)
+
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        self.heard.append(f"{type(message).__name__} {getattr(message, 'node', '')}".strip())
+        if isinstance(message, Joined) and message.node != self.me:
+            ctx.send(message.node, Start())
+
+    def peers(self) -> tuple[NodeId, ...]:
+        return self.others
+
+
+def lone(actor: Actor, posted: list[tuple[NodeId, Envelope]], **setup: Any) -> Host:
+    told = Setup(pickle.dumps(actor), 0, NoTask(), Run(1, 1, 0), None, (), 0.0, 1, **setup)
+    return Host(told, lambda to, envelope: posted.append((to, envelope)), Tensor.clone)
+
+
+def test_an_actor_is_told_of_its_peers_and_nothing_is_sent_to_the_lost() -> None:
+    posted: list[tuple[NodeId, Envelope]] = []
+    host = lone(Listener(me=A, others=(B,)), posted)
+    host.begin()
+    host.handle(News(B))
+    host.handle(News(C))
+    host.send(B, Start())
+    assert posted == []
+    host.handle(News(B, life=2))
+    assert host.actor.heard == ["Start", "Lost east/b", "Joined east/b"]  # type: ignore[attr-defined]
+    assert [(to, e.lives, e.number) for to, e in posted] == [(B, (0, 2), 0)]
+
+
+def test_a_host_that_is_started_again_is_told_that_it_is_there_and_who_is_not() -> None:
+    host = lone(Listener(me=A, others=(B, C)), [], begins="restart", life=1, gone=(C,))
+    host.begin()
+    assert host.actor.heard == ["Joined east/a", "Lost west/c"]  # type: ignore[attr-defined]
+
+
+# Saves
+
+
+def trained(tmp_path: Path, **setup: Any) -> Host:
+    """A NoLoCo worker with a real model that has taken 10 inner steps, and may save its part."""
+    chosen = recipe("noloco", topology={"regions": {"east": [1.0]}})
+    fleet = Fleet()
+    run = Run(200, 1, 0)
+    replica = Replica(make_task(chosen.task), run, torch.device("cpu"))
+    world = World(chosen.topology.workers, replica.layout.parameters, 0)
+    [actor] = methods.load("noloco").build(chosen.config, world, replica.layout.read(replica.module))
+    saves = Saves(tmp_path / "east/w0", "the recipe")
+    fleet.add(actor, marks=(10,), task=chosen.task, run=run, shard=Shard(0, 1, 0, 1, 0), saves=saves, **setup)
+    if not setup:
+        fleet.run()
+    return fleet.hosts[actor.me]
+
+
+def test_a_host_goes_on_from_its_save(tmp_path: Path) -> None:
+    before = trained(tmp_path)
+    before.save()
+    after = trained(tmp_path, begins="restart", life=1)
+    assert after.load() == []
+    assert isinstance(before.inner, Solo)
+    assert isinstance(after.inner, Solo)
+    assert torch.equal(after.actor.phi, before.actor.phi)  # type: ignore[attr-defined]
+    assert (after.actor.outer_steps, after.batch, after.events) == (before.actor.outer_steps, before.batch, before.events)
+    assert all(torch.equal(a, b) for a, b in zip(after.inner.state, before.inner.state, strict=True))
+    assert after.rng.random() == before.rng.random()
+    assert after.recorder.trainings == before.recorder.trainings
+    anew = trained(tmp_path, begins="reset", life=1)
+    assert anew.load() == []
+    assert isinstance(anew.inner, Solo)
+    assert not anew.inner.state[0]  # its optimizer has not begun
+    assert torch.equal(anew.actor.phi, before.actor.phi)  # type: ignore[attr-defined]
+
+
+def test_a_damaged_save_is_named_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
+    host = trained(tmp_path)
+    host.save()
+    first = host.events
+    host.events += 1
+    host.save()
+    newest = tmp_path / f"east/w0/event-{first + 1:012}/tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = trained(tmp_path, begins="restart")
+    [text] = again.load()
+    assert re.fullmatch(r"checkpoint refused: .*event-\d+/tensors.safetensors has [\d,]+ bytes and should have .*", text)
+    assert again.events == first
+    for path in tmp_path.glob("east/w0/*/manifest.json"):
+        path.write_text("{}")
+    with pytest.raises(UserError, match=r"^no checkpoint to go on from in .*east/w0: .*manifest.json is not a manifest"):
+        trained(tmp_path, begins="restart").load()
+
+
+def test_a_save_of_another_run_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path).save()
+    host = trained(tmp_path, begins="restart")
+    host.setup = replace(host.setup, saves=Saves(tmp_path / "east/w0", "another recipe"))
+    with pytest.raises(UserError, match=r"manifest\.json is that of another run"):
+        host.load()
+
+
+def test_who_has_no_save_begins_anew_but_for_a_server_of_a_whole_run_that_goes_on(tmp_path: Path) -> None:
+    assert trained(tmp_path, begins="resume").load() == ["east/w0 has no save to go on from, and begins anew"]
+    saves = Saves(tmp_path / "server", "the recipe")
+    assert lone(Listener(me=A), [], begins="restart", saves=saves).load() == ["east/a has no save to go on from, and begins anew"]
+    with pytest.raises(UserError, match=r"^no checkpoint to go on from in .*/server: there is none$"):
+        lone(Listener(me=A), [], begins="resume", saves=saves).load()
+
+
+def test_a_save_waits_until_inner_steps_have_ended_and_is_from_before_their_answer(tmp_path: Path) -> None:
+    fleet = Fleet()
+    fleet.add(Trainee(me=A, steps=5), marks=(5,), shard=SHARD, step_time_s=0.05, saves=Saves(tmp_path / "a", ""))
+    host = fleet.hosts[A]
+    with ThreadPoolExecutor(1) as threads:
+        saving = None
+
+        def until() -> bool:
+            nonlocal saving
+            if saving is None and host.training_since_s is not None:
+                saving = threads.submit(host.save)
+            return host.reached.is_set()
+
+        fleet.run(until=until)
+        assert saving is not None
+        saving.result(timeout=10)
+    again = lone(Trainee(me=A), [], begins="restart", saves=Saves(tmp_path / "a", ""))
+    assert again.load() == []
+    assert (again.actor.absorbed, again.batch) == (0, 5)
+
+
+def test_a_save_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "east").write_text("a file where the folder should be")
+    with pytest.raises(TrainingError, match=r"event-\d+: this checkpoint cannot be written: .*; there is none before it$"):
+        trained(tmp_path).save()

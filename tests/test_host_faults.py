@@ -85,7 +85,9 @@ class Town:
 
     def happen(self) -> bool:
         """One of the things that can happen next, if there is any."""
-        possible: list[tuple[str, Any]] = [("mail", pair) for pair, waiting in self.mail.items() if waiting and pair[1] in self.hosts]
+        possible: list[tuple[str, Any]] = [
+            ("mail", pair) for pair, waiting in self.mail.items() if waiting and pair[1] in self.hosts
+        ]
         for node, host in self.hosts.items():
             possible += [("job", node)] * bool(host.thread.jobs)  # type: ignore[attr-defined]
             possible += [("news", node)] * bool(self.news[node])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from archipel import experiment, methods
 from archipel.actor import NodeId
+from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
@@ -27,6 +28,7 @@ cluster = pytest.importorskip("archipel.cluster")
 
 SETTINGS = {"inner_steps": 5, "accumulate": 2, "global_lr": 1.0, "local_lr": 1.6, "local_momentum": 0.0, "outer_momentum": 0.0}
 PROFILE = {"name": "small", "model_bytes": 10_000, "step_time_s": 0.03}
+QUICK = {**PROFILE, "step_time_s": 0.002}
 TASK = {"name": "synthetic", "width": 16, "valid_sequences": 8}
 
 
@@ -285,7 +287,7 @@ def test_a_task_that_fails_is_named_with_its_place(ray: None, tmp_path: Path) ->
 
 def test_a_loss_that_is_not_finite_names_the_worker(ray: None, tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"^diloco: worker \w+/w\d: the training loss is \w+ at its inner step \d+, after"):
-        live.launch(recipe("diloco", task={**TASK, "lr": 1e30, "gradient_clip": None}), tmp_path / "run")
+        live.launch(recipe("diloco", task={**TASK, "lr": 1e30, "gradient_clip": None}, live={"max_restarts": 0}), tmp_path / "run")
 
 
 STUCK = """
@@ -350,11 +352,83 @@ def test_a_host_that_dies_or_falls_silent_is_named(sent: signal.Signals, said: s
 
     try:
         with pytest.raises(TrainingError, match=said):
-            live.launch(recipe("diloco", run={"steps": 10**6}, live={"deadline_s": 3.0}), tmp_path / "run", progress=strike)
+            live.launch(
+                recipe("diloco", run={"steps": 10**6}, live={"deadline_s": 3.0, "max_restarts": 0}),
+                tmp_path / "run",
+                progress=strike,
+            )
     finally:
         for victim in victims:
             if sent == signal.SIGSTOP:
                 os.kill(victim, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("method", ["halos", "diloco"])
+def test_hosts_that_are_killed_are_started_again_and_the_run_comes_to_its_end(method: str, ray: None, tmp_path: Path) -> None:
+    """Servers too: of five or seven hosts two are killed, the later one of those that are left from the start."""
+    killed: list[int] = []
+    before = processes("ray::RayHost")
+
+    def strike(now: Any) -> None:
+        if (
+            now.inner_steps > 1000 * (1 + len(killed))
+            and len(killed) < 2
+            and (there := processes("ray::RayHost") - before - set(killed))
+        ):
+            killed.append(min(there))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    chosen = recipe(method, run={"steps": 10_000, "evaluations": 4}, live={"pace": "profile", "deadline_s": 30.0}, profile=QUICK)
+    with pytest.warns(UserWarning, match=r"^\w+/\w+ in region '\w+' on [\d.]+ died; .*; it is started again") as caught:
+        summary = live.launch(chosen, tmp_path / "run", every=Every(seconds=1.0), progress=strike)
+    assert len(killed) == 2
+    assert sum("it is started again" in str(warning.message) for warning in caught) == 2
+    assert summary["stopped"] == "steps"
+    assert summary["inner_steps"] >= 10_000
+    assert sum(summary["restarted_nodes"].values()) == 2
+    losses = [line["loss"] for line in evaluations(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+    assert not (tmp_path / "run/checkpoint").exists()
+
+
+ONCE = """
+import pathlib
+import torch
+from archipel import Task
+
+def make():
+    return Task(lambda: torch.nn.Linear(2, 1), loss, lambda shard, i: (shard.index, i), sgd, tokens_per_step=1)
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.001)
+
+def loss(model, batch):
+    flag = pathlib.Path(__file__).with_name("flag")
+    value = model(torch.ones(1, 2)).square().sum()
+    if batch == (1, 13) and not flag.exists():
+        flag.touch()
+        return value * torch.nan
+    return value
+"""
+
+
+def test_a_worker_whose_loss_is_not_finite_is_started_again_and_named(ray: None, tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(ONCE)
+    chosen = recipe(
+        "async_local_sgd", task=f"{tmp_path}/once.py:make", run={"steps": 3000}, live={"pace": "profile"}, profile=QUICK
+    )
+    with pytest.warns(
+        UserWarning, match=r"^worker east/w1: the training loss is nan at its inner step 13, .*; it is started again"
+    ):
+        summary = live.launch(chosen, tmp_path / "run")
+    assert summary["restarted_nodes"] == {"east/w1": 1}
+    assert summary["inner_steps"] >= 3000
+    (tmp_path / "flag").unlink()
+    strict = recipe("async_local_sgd", task=f"{tmp_path}/once.py:make", run={"steps": 3000, "strict": True})
+    with pytest.raises(Diverged, match=r"^async_local_sgd: worker east/w1: the training loss is nan at its inner step 13"):
+        live.launch(strict, tmp_path / "strict")
+    assert not (tmp_path / "strict").exists()
 
 
 def test_seconds_and_a_target_loss_end_a_run(ray: None, tmp_path: Path) -> None:
@@ -371,10 +445,26 @@ def test_seconds_and_a_target_loss_end_a_run(ray: None, tmp_path: Path) -> None:
 # The command, as a user runs it
 
 
+def check_that_it_goes_on(run: Path, before: dict[str, Any]) -> None:
+    """A live run that was stopped, from the parts that its nodes have saved."""
+    command = [sys.executable, "-m", "archipel.cli", "resume", str(run)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    after = json.loads((run / "summary.json").read_text())
+    assert after["stopped"] == "seconds"
+    assert after["inner_steps"] > before["inner_steps"]
+    assert 12.0 <= after["time_s"] < 15.0
+    lines = evaluations(run)
+    assert [line["time_s"] for line in lines] == sorted(line["time_s"] for line in lines)
+    assert lines[0]["inner_steps"] == 0
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert not (run / "checkpoint").exists()
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("end", ["Ctrl-C", "an error"])
 def test_nothing_of_ray_is_left_behind(end: str, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(recipe("diloco", run={"steps": 10**6}).to_yaml())
+    (tmp_path / "recipe.yaml").write_text(recipe("diloco", run={"steps": 10**6, "seconds": 12.0}).to_yaml())
     lr = {"Ctrl-C": "task.lr=0.001", "an error": "task.lr=1e30"}[end]
     out = tmp_path / "out"
     command = [sys.executable, "-m", "archipel.cli", "launch", f"{tmp_path}/recipe.yaml", "--set", lr, "--out", str(out)]
@@ -388,11 +478,14 @@ def test_nothing_of_ray_is_left_behind(end: str, tmp_path: Path) -> None:
         said = process.stderr.read().strip().splitlines()[-1]
         code = process.wait(timeout=60)
     if end == "Ctrl-C":
-        assert (code, said) == (130, f"archipel: interrupted; `archipel report {out}` shows what happened until then")
-        summary = json.loads((out / "diloco-seed0/summary.json").read_text())
+        run = out / "diloco-seed0"
+        goes_on = f"`archipel resume {run}` goes on from here; `archipel report {run}` shows what happened until then"
+        assert (code, said) == (130, f"archipel: interrupted; {goes_on}")
+        summary = json.loads((run / "summary.json").read_text())
         assert summary["stopped"] == "interrupted"
         assert summary["inner_steps"] > 0
-        assert load_file(out / "diloco-seed0/weights.safetensors")
+        assert load_file(run / "weights.safetensors")
+        check_that_it_goes_on(run, summary)
     else:
         assert code == 2
         assert said.startswith("archipel: diloco: worker ")
