@@ -65,6 +65,9 @@ class Inline:
     def evaluate(self, theta: Tensor, due_s: float) -> Done:
         return Done(self.replica.evaluate(theta.clone())[0])
 
+    def reset_optimizer(self, worker: NodeId) -> None:
+        self.replica.reset_optimizer(self.states[self.rank[worker]])
+
 
 @dataclass
 class Quadratic:
@@ -90,6 +93,15 @@ class Quadratic:
 
     def evaluate(self, theta: Tensor, due_s: float) -> Done:
         return Done(float((theta - self.target).square().sum() / 2))
+
+    def reset_optimizer(self, worker: NodeId) -> None:
+        pass
+
+    def state_of(self, worker: NodeId) -> None:
+        return None
+
+    def put(self, worker: NodeId, state: None) -> None:
+        pass
 
 
 def linear_task(features: int = 6, batch_size: int = 8) -> Task:
