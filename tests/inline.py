@@ -143,12 +143,15 @@ def simulator(
     evaluate_every: int = 10**9,
     tokens_per_step: int | None = 1,
     actors: Sequence[Actor] | None = None,
+    parameters: int | None = None,
+    **more: Any,
 ) -> Simulator:
     """A simulator that is ready to run `method`, or any `actors`."""
     topology = load_topology(topology) if isinstance(topology, str) else topology
     if theta is None:
         theta = trainer.replica.layout.read(trainer.replica.module) if isinstance(trainer, Inline) else torch.ones(trainer.numel)
-    parameters = trainer.replica.layout.parameters if isinstance(trainer, Inline) else theta.numel()
+    if parameters is None:
+        parameters = trainer.replica.layout.parameters if isinstance(trainer, Inline) else theta.numel()
     if actors is None:
         module = methods.load(method)
         actors = module.build(module.Config(**(settings or {})), World(topology.workers, parameters, seed), theta)
@@ -164,6 +167,7 @@ def simulator(
         tokens_per_step=tokens_per_step,
         parameters=parameters,
         seed=seed,
+        **more,
     )
 
 

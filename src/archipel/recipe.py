@@ -307,7 +307,7 @@ def _bad_updates(fields: Any) -> ScreeningConfig | Literal[False] | None:
     if fields is None or fields is False:
         return fields
     if not isinstance(fields, dict):
-        raise UserError(f"bad_updates = {fields!r}: expected false, or keys such as `multiple: 100`")
+        raise UserError(f"bad_updates = {fields!r}: expected false, or keys such as `multiple: 1000`")
     try:
         return ScreeningConfig.model_validate(fields)
     except ValidationError as error:

@@ -24,7 +24,7 @@ class ScreeningConfig(BaseModel):
     """The section `bad_updates` of a recipe."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    multiple: float = Field(100.0, gt=1, description="an update is refused if its norm is more than so many times the median")
+    multiple: float = Field(1000.0, gt=1, description="an update is refused if its norm is more than so many times the median")
     window: int = Field(64, ge=1, description="the median is over so many accepted updates, the last ones")
     warm_up: int = Field(8, ge=1, description="accepted updates before the first one can be too large")
 

@@ -542,7 +542,8 @@ class Simulator:
 
     def all_reduce(self, member: NodeId, group: Group, vector: Vector, round: int) -> None:
         reducing = self.trouble.reducing
-        if member in reducing:
+        # After a loss it may have been told of a later round while it waited: then its last call counts.
+        if member in reducing and not self.trouble.begun:
             raise TrainingError(f"{member} called all_reduce while it waits in one: a member is in one all-reduce at a time")
         reducing[member] = Contribution(group, vector, round)
         if len(reducing) >= len(group) - len(self.trouble.lost):  # else somebody has not called
