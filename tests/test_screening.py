@@ -757,6 +757,7 @@ def test_a_worker_of_a_pool_can_be_put_back() -> None:
 # The command line
 
 
+@pytest.mark.slow
 def test_it_is_said_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     task = write_task(tmp_path, "two", "(7,)")
     path = tmp_path / "recipe.yaml"
@@ -784,3 +785,15 @@ def test_it_is_said_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert err.splitlines()[-1].startswith(
         "archipel: async_local_sgd: worker a/w1: the training loss is nan at its inner step 7, after"
     )
+
+
+def test_a_comparison_can_refuse_and_be_strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ("archipel", "compare", "--methods", "halos", "--task", "none", "--steps", "100")
+    refusing = ["--strict", "--set", "bad_updates.multiple=20"]
+    for number, (options, strict, screening) in enumerate([([], False, None), (refusing, True, ScreeningConfig(multiple=20.0))]):
+        monkeypatch.setattr(sys, "argv", [*common, *options, "--out", f"{tmp_path}/{number}"])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert stop.value.code == 0
+        left = read_recipe(tmp_path / str(number) / "halos-seed0" / "recipe.yaml", [])
+        assert (left.run.strict, left.bad_updates) == (strict, screening)
