@@ -437,15 +437,17 @@ class Simulator:
             self._occupy(worker)
             self._join(self.pipeline, worker, Call(theta.clone(), steps, progress))
         else:
-            seconds = self.faults.compute_s(worker, self.now, steps * self.step_time_s[worker])
-            self.remember(worker)
+            seconds = steps * self.step_time_s[worker]
+            if self.books:
+                seconds = self.about_to_train(worker, seconds)
             answer = self.trainer.train(worker, theta, steps, progress, self.now + seconds)
             self.start_training(worker, seconds, answer, steps, progress)
 
-    def remember(self, worker: NodeId) -> None:
-        """Inner steps are about to begin. If the worker will restart, it may be from before them."""
+    def about_to_train(self, worker: NodeId, seconds: float) -> float:
+        """Seconds of inner steps that take `seconds` where nothing slows them down. A restart may be from before them."""
         if worker in self.trouble.saves:
             self.trouble.before[worker] = self.trainer.state_of(worker)
+        return self.faults.compute_s(worker, self.now, seconds)
 
     def start_training(self, worker: NodeId, seconds: float, answer: Promise, steps: int, progress: int) -> None:
         """A worker takes `steps` inner steps in `seconds`; it must not be computing already."""
@@ -568,12 +570,12 @@ class Simulator:
         calls = {node: reducing.pop(node) for node in group}
         if self.books:
             self.trouble.reduced.update(calls)
-        self._reduce(group, {node: call.vector for node, call in calls.items()}, number)
+        self._reduce(group, [call.vector for call in calls.values()], number)
 
-    def _reduce(self, group: Group, vectors: dict[NodeId, Vector], round: int) -> None:
+    def _reduce(self, group: Group, vectors: list[Vector], round: int) -> None:
         refused = self._refused(group, vectors) if self.screening is not None else ()
-        accepted = [vectors[node] for node in group if node not in refused]
-        mean = outer.mean(accepted) if accepted else torch.zeros_like(vectors[group[0]])
+        accepted = [vector for node, vector in zip(group, vectors, strict=True) if node not in refused] if refused else vectors
+        mean = outer.mean(accepted) if accepted else torch.zeros_like(vectors[0])
         reduced = Reduced(mean, group, round, refused)
         cost = self.network.all_reduce(group, self.vector_bytes[group[0]])
         end_s = self.now + cost.seconds
@@ -596,11 +598,11 @@ class Simulator:
         self.recorder.refuses(sender, why, self.now)
         return Refused(update)
 
-    def _refused(self, group: Group, vectors: dict[NodeId, Vector]) -> Group:
+    def _refused(self, group: Group, vectors: list[Vector]) -> Group:
         """Whose vectors a collective does without. All members see them all, so one of them judges for all."""
         screen, parameters, refused = self._screen(group[0]), self._parameters_of(group[0]), []
-        for node in group:
-            if why := screen.refuses([vectors[node]], parameters):
+        for node, vector in zip(group, vectors, strict=True):
+            if why := screen.refuses([vector], parameters):
                 self.recorder.refuses(node, why, self.now)
                 refused.append(node)
         return tuple(refused)
@@ -960,14 +962,16 @@ class NodeContext:
         simulator = self.simulator
         if simulator.pipeline:
             raise UserError("pipeline: this method asks for single gradients, which a model in stages does not give")
-        seconds = simulator.faults.compute_s(self.me, simulator.now, simulator.step_time_s[self.me])
-        simulator.remember(self.me)
+        seconds = simulator.step_time_s[self.me]
+        if simulator.books:
+            seconds = simulator.about_to_train(self.me, seconds)
         answer = simulator.trainer.gradient(self.me, theta, self.now + seconds)
         simulator.start_training(self.me, seconds, answer, 1, progress)
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
         # The profile's step time holds the optimizer's part already.
-        self.simulator.remember(self.me)
+        if self.simulator.books:
+            self.simulator.about_to_train(self.me, 0.0)
         answer = self.simulator.trainer.apply(self.me, theta, gradient, progress, self.now)
         self.simulator.start_training(self.me, 0.0, answer, 0, progress)
 
