@@ -65,6 +65,9 @@ class Inline:
     def evaluate(self, theta: Tensor, due_s: float) -> Done:
         return Done(self.replica.evaluate(theta.clone())[0])
 
+    def reset_optimizer(self, worker: NodeId) -> None:
+        self.replica.reset_optimizer(self.states[self.rank[worker]])
+
 
 @dataclass
 class Quadratic:
@@ -90,6 +93,15 @@ class Quadratic:
 
     def evaluate(self, theta: Tensor, due_s: float) -> Done:
         return Done(float((theta - self.target).square().sum() / 2))
+
+    def reset_optimizer(self, worker: NodeId) -> None:
+        pass
+
+    def state_of(self, worker: NodeId) -> None:
+        return None
+
+    def put(self, worker: NodeId, state: None) -> None:
+        pass
 
 
 def linear_task(features: int = 6, batch_size: int = 8) -> Task:
@@ -131,12 +143,15 @@ def simulator(
     evaluate_every: int = 10**9,
     tokens_per_step: int | None = 1,
     actors: Sequence[Actor] | None = None,
+    parameters: int | None = None,
+    **more: Any,
 ) -> Simulator:
     """A simulator that is ready to run `method`, or any `actors`."""
     topology = load_topology(topology) if isinstance(topology, str) else topology
     if theta is None:
         theta = trainer.replica.layout.read(trainer.replica.module) if isinstance(trainer, Inline) else torch.ones(trainer.numel)
-    parameters = trainer.replica.layout.parameters if isinstance(trainer, Inline) else theta.numel()
+    if parameters is None:
+        parameters = trainer.replica.layout.parameters if isinstance(trainer, Inline) else theta.numel()
     if actors is None:
         module = methods.load(method)
         actors = module.build(module.Config(**(settings or {})), World(topology.workers, parameters, seed), theta)
@@ -152,6 +167,7 @@ def simulator(
         tokens_per_step=tokens_per_step,
         parameters=parameters,
         seed=seed,
+        **more,
     )
 
 

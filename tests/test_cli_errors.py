@@ -138,8 +138,14 @@ def test_heads_that_do_not_divide_the_width(refused: Any, tmp_path: Path) -> Non
         ("run.steps", "--set run.steps: expected section.key=value, for example halos.inner_steps=16 or task.width=64"),
         ("steps=3", "--set steps=3: expected section.key=value, for example halos.inner_steps=16 or task.width=64"),
         ("run.seconds=[1", "--set run.seconds=[1: '[1' is not a value that YAML can read"),
-        ("diloco.inner_steps=3", "--set diloco.inner_steps=3: 'diloco' is none of halos, topology, profile, task, pipeline, run"),
-        ("runs.seed=3", "--set runs.seed=3: 'runs' is none of halos, topology, profile, task, pipeline, run (did you mean 'run'?)"),
+        (
+            "diloco.inner_steps=3",
+            "--set diloco.inner_steps=3: 'diloco' is none of halos, topology, profile, task, pipeline, run, bad_updates",
+        ),
+        (
+            "runs.seed=3",
+            "--set runs.seed=3: 'runs' is none of halos, topology, profile, task, pipeline, run, bad_updates (did you mean 'run'?)",
+        ),
         ("halos.accumulate=0", "halos.accumulate = 0: should be greater than or equal to 1"),
         ("halos.inner_steps=0", "halos.inner_steps = 0: should be greater than or equal to 1"),
         ("halos.inner_steps=many", "halos.inner_steps = 'many': should be a valid integer"),
@@ -148,7 +154,7 @@ def test_heads_that_do_not_divide_the_width(refused: Any, tmp_path: Path) -> Non
         (
             "run.seeds=3",
             "run.seeds: unknown key 'seeds' (did you mean 'seed'?); "
-            "allowed: steps, tokens, seconds, target_loss, seed, evaluations",
+            "allowed: steps, tokens, seconds, target_loss, seed, evaluations, strict",
         ),
         ("run.seed=one", "run.seed = 'one': should be a valid integer"),
         ("topology.sharing=fairly", "topology.sharing = 'fairly': should be 'none' or 'fair'"),
@@ -199,7 +205,7 @@ def test_nodes_that_cannot_reach_each_other(refused: Any, tmp_path: Path, method
         ("task: none", "recipe: `method` is required, for example `method: halos`; "
                        "methods: async_local_sgd, diloco, halos, noloco, sync_sgd"),
         ("metod: halos", "recipe: unknown key 'metod' (did you mean 'method'?); "
-                         "allowed: method, topology, profile, task, pipeline, run, live, faults, label"),
+                         "allowed: method, topology, profile, task, pipeline, run, live, faults, bad_updates, label"),
         ("{method: halos, run: {steps: 5, tokens: 6}}", "run: steps = 5 and tokens = 6 are both given; give one of them"),
         ("{method: {name: diloco, inner_steps: 0}}", "diloco.inner_steps = 0: should be greater than or equal to 1"),
         ("{method: {name: diloco, outer_lr: fast}}", "diloco.outer_lr = 'fast': should be a valid number"),

@@ -408,6 +408,66 @@ def test_inner_steps_of_a_worker_that_crashes_are_waited_for_and_thrown_away() -
     assert sim.absorbed == 4 * 4  # of a; what b's job said was heard by nobody
 
 
+class Reader(NoTraining):
+    """Each worker reads its batches one after the other. `began` says who began where, and when it must be done."""
+
+    def __init__(self) -> None:
+        self.cursors: Counter[NodeId] = Counter()
+        self.began: list[tuple[str, int, float]] = []
+
+    def train(self, worker: NodeId, theta: Tensor, steps: int, progress: int, due_s: float) -> Any:
+        self.began.append((str(worker), self.cursors[worker], due_s))
+        self.cursors[worker] += steps
+        return super().train(worker, theta, steps, progress, due_s)
+
+    def state_of(self, worker: NodeId) -> Any:
+        return self.cursors[worker]
+
+    def put(self, worker: NodeId, state: Any) -> None:
+        self.cursors[worker] = state
+
+    def state(self) -> Any:
+        return dict(self.cursors), [*self.began]
+
+    def restore(self, state: Any) -> None:
+        self.cursors, self.began = Counter(state[0]), state[1]
+
+
+# b has a model at 1 s, 7 s, 13 s, …; its four inner steps end at 5 s, 11 s, …. It crashes at 16 s and has a model again at 21 s.
+@pytest.mark.parametrize(
+    ("save_every_s", "batch"),
+    [
+        (4.5, 8),  # saved at 13.5 s, in its third job, which is lost
+        (12.0, 8),  # at 12 s, between its second job and the third
+        (10.0, 4),  # at 10 s, in its second job: the others have it, and it has not
+        (20.0, 0),  # at the start
+    ],
+)
+@pytest.mark.parametrize("stop_s", [None, 2.0, 13.7, 17.0])
+def test_a_worker_that_restarts_reads_on_from_its_save(
+    save_every_s: float, batch: int, stop_s: float | None, tmp_path: Path
+) -> None:
+    """Also if the run is stopped before, and goes on from a checkpoint."""
+    section = {"schedule": [floats({**CRASH, "at_s": 16, "restart_after_s": 4})], "save_every_s": save_every_s, "deadline_s": 10.0}
+    given = recipe("async_local_sgd", seconds=26.5, faults=section)
+
+    def made() -> Simulator:
+        sim = experiment.make_simulator(given, None)
+        sim.trainer = Reader()
+        return sim
+
+    sim = made()
+    if stop_s is not None:
+        assert sim.run(lambda: sim.now >= stop_s) is None
+        experiment.start_directory(tmp_path / "run", given)
+        experiment.save_checkpoint(tmp_path / "run", given, sim, 0.0)
+        sim = made()
+        experiment.load_checkpoint(tmp_path / "run", given, sim)
+    sim.run()
+    of_b = [(first, due_s) for worker, first, due_s in sim.trainer.began if worker == B]  # type: ignore[attr-defined]
+    assert of_b == [(0, 5.0), (4, 11.0), (8, 17.0), (batch, 25.0)]
+
+
 # Invariants, each shown to fail
 
 

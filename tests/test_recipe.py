@@ -286,7 +286,7 @@ def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> No
         written("method: halos", "tsak.width=64")
     assert str(error.value) == (
         "--set tsak.width=64: unknown section 'tsak' (did you mean 'task'?); "
-        "allowed: method, topology, profile, task, pipeline, run, live, faults, label"
+        "allowed: method, topology, profile, task, pipeline, run, live, faults, bad_updates, label"
     )
 
 
@@ -343,7 +343,7 @@ def test_a_key_given_twice_is_refused(written: Any) -> None:
         (
             halos(topologie="one-node"),
             "recipe: unknown key 'topologie' (did you mean 'topology'?); "
-            "allowed: method, topology, profile, task, pipeline, run, live, faults, label",
+            "allowed: method, topology, profile, task, pipeline, run, live, faults, bad_updates, label",
         ),
         ({"method": 5}, "method = 5: expected a name, or keys with `name` among them"),
         (halos(task=["stdlib"]), "task = ['stdlib']: expected a name, or keys with `name` among them"),
@@ -458,7 +458,8 @@ def test_an_unknown_setting_of_a_task_names_the_nearest_and_all() -> None:
     [
         (
             {"step": 5},
-            "run.step: unknown key 'step' (did you mean 'steps'?); allowed: steps, tokens, seconds, target_loss, seed, evaluations",
+            "run.step: unknown key 'step' (did you mean 'steps'?); "
+            "allowed: steps, tokens, seconds, target_loss, seed, evaluations, strict",
         ),
         ({"steps": 0}, "run.steps = 0: should be greater than or equal to 1"),
         ({"steps": 10.0}, "run.steps = 10.0: should be a valid integer"),

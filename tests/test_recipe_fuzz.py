@@ -16,6 +16,7 @@ from archipel import experiment, methods
 from archipel.errors import UserError
 from archipel.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
 from archipel.recipe import KEYS, LiveConfig, PipelineConfig, Recipe, RunConfig, parse_recipe, read_recipe
+from archipel.screening import ScreeningConfig
 from archipel.task import CONFIGS
 from archipel.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
 
@@ -51,6 +52,7 @@ SECTIONS = {
     "run": fields_of(RunConfig),
     "live": fields_of(LiveConfig),
     "faults": fields_of(FaultsConfig, RandomFaults, Crash, Slow, Partition),
+    "bad_updates": fields_of(ScreeningConfig),
     "label": SCALARS,
 }
 WHOLE: dict[str, Any] = {"method": "noloco", "topology": {"regions": {"a": [1.0, 1.0]}}, "task": "none"}

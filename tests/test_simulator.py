@@ -249,10 +249,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_when() -> None:
             return Promise()
 
     sim = simulator("diloco", Exploding())
-    with pytest.raises(Diverged) as error:
+    with pytest.raises(Diverged) as error, pytest.warns(UserWarning, match=r"after 7\.6 s; it is restarted from the newest model$"):
         sim.run()
     assert str(error.value) == (
-        "worker r0/w0: the training loss is nan at its inner step 0, after 7.6 s on the virtual clock; try a lower learning rate"
+        "worker r0/w0: the training loss is nan at its inner step 0, after 22.9 s on the virtual clock, 3 times in a row; "
+        "try a lower learning rate"
     )
 
 

@@ -69,12 +69,34 @@ class Gradient(Message):
 class Reduced(Message):
     """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it: read only.
 
-    `group` are those whose mean it is, in rank order: the members that are there. Each of them is told the same.
+    `group` are the members that are there, in rank order, and `refused` those of them whose vectors are not in the mean: not
+    finite, or absurdly large. Each member is told the same. If all are refused, the mean is of nobody (zeros): do without it.
     """
 
     mean: Vector
     group: Group
     round: int = 0
+    refused: Group = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Update(Message):
+    """A message that moves its receiver's model by `gradient`, an outer gradient.
+
+    An engine may look at it before its receiver does; see `Refused`.
+    """
+
+    gradient: Vector
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Refused(Message):
+    """From the engine, to the receiver of an update, in its place and with its sender: it is not finite or absurdly large.
+
+    The receiver does without it, and answers as if nothing had come of it.
+    """
+
+    update: Update
 
 
 @dataclass(frozen=True, eq=False, slots=True)

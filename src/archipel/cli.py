@@ -43,6 +43,7 @@ from archipel.recipe import (
     read_recipe,
     section,
 )
+from archipel.screening import ScreeningConfig
 from archipel.task import CONFIGS
 from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
 from archipel.yamlfile import dump
@@ -60,7 +61,12 @@ app = typer.Typer(
 out_console = Console()
 log_console = Console(stderr=True)
 
-SECTIONS: dict[str, type[BaseModel]] = {"run": RunConfig, "pipeline": PipelineConfig, "live": LiveConfig}
+SECTIONS: dict[str, type[BaseModel]] = {
+    "run": RunConfig,
+    "pipeline": PipelineConfig,
+    "live": LiveConfig,
+    "bad_updates": ScreeningConfig,
+}
 """Sections of a recipe that have one kind of settings."""
 DEFAULT_METHODS = "sync_sgd,diloco,diloco+dynamic_steps,async_local_sgd,noloco,halos"
 
@@ -76,6 +82,7 @@ CheckpointEvery = Annotated[
         metavar="TOKENS|SECONDSs", help="Save the run after so many tokens, or seconds here (600s); Ctrl-C saves it anyway."
     ),
 ]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at a training loss that is not finite; restart no worker.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone on stdout.")]
 
 
@@ -96,16 +103,25 @@ def compare(
     target_loss: Annotated[float | None, typer.Option(help="Default: the loss that the worst of the methods ends at.")] = None,
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
+    strict: Strict = False,
     out: Annotated[Path | None, typer.Option(help="Folder for run directories and the report. Default: runs/compare-DATE.")] = None,
     as_json: Json = False,
 ) -> None:
     """Which method trains fastest on this network? Real gradients, a modelled clock."""
     recipes = comparison(
         method_list,
-        {"topology": topology, "profile": profile, "task": task, "pipeline": {}, "run": {"steps": steps, "tokens": tokens}},
+        {
+            "topology": topology,
+            "profile": profile,
+            "task": task,
+            "pipeline": {},
+            "run": {"steps": steps, "tokens": tokens},
+            "bad_updates": None,
+        },
         seeds,
         settings or [],
     )
+    recipes = [recipe.strictly() for recipe in recipes] if strict else recipes
     run_all(recipes, out or _dated("compare"), processes, target_loss, checkpoint_every, as_json=as_json)
 
 
@@ -118,11 +134,14 @@ def run(
     check_invariants: Annotated[
         bool, typer.Option("--check-invariants", help="Keep books and check them; a recipe with faults does so anyway.")
     ] = False,
+    strict: Strict = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE.")] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate one recipe."""
     parsed = read_recipe(recipe, settings or [])
+    if strict:
+        parsed = parsed.strictly()
     if check_invariants and parsed.faults is None:
         parsed = parsed.with_faults(FaultsConfig())
     run_all([parsed], out or _dated("run"), processes, None, checkpoint_every, as_json=as_json)
@@ -169,6 +188,7 @@ def launch(
         str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster. Default: a private one, on this machine.")
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Join a cluster without token or encryption.")] = False,
+    strict: Strict = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/launch-DATE.")
     ] = None,
@@ -179,6 +199,7 @@ def launch(
 ) -> None:
     """Run one recipe for real: on this machine, or across the machines of a Ray cluster."""
     read = read_recipe(recipe, settings or [])
+    read = read.strictly() if strict else read
     if checkpoint_every is None and read.pipeline.stages == 1:  # others cannot be saved
         checkpoint_every = SAVE_EVERY
     every = None if checkpoint_every is None else parse_every(checkpoint_every)
@@ -406,7 +427,7 @@ def comparison(method_list: str, common: dict[str, Any], seeds: int, overrides: 
         for fields in matching:
             fields[key] = value
         if place in sections:
-            sections[place] = {**section(sections[place], place), key: value}
+            sections[place] = {**section(sections[place] or {}, place), key: value}
         elif not matching:
             known = [*dict.fromkeys([*labels, *(fields["name"] for _, fields in chosen)]), *sections]
             raise UserError(f"--set {override}: {place!r} is none of {', '.join(known)}{nearest(place, known)}")

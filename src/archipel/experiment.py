@@ -280,6 +280,8 @@ def make_simulator(recipe: Recipe, pool: Pool | None, progress: Progress = lambd
         seed=seed,
         pipeline=pipeline,
         faults=make_faults(recipe.faults, recipe.topology, [actor.me for actor in actors], seed) if recipe.faults else None,
+        screening=recipe.screening(live=False),
+        strict=recipe.run.strict,
     )
 
 
@@ -414,7 +416,7 @@ def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         modelled=f"the clock: topology {recipe.topology.name}, profile {profile.name} "
         f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
         + in_stages(recipe)
-        + (f", {len(simulator.faults.faults)} faults on purpose" if simulator.faults else ""),
+        + (f", {len(simulator.faults.faults)} faults on purpose" if simulator.books else ""),
         clock="modelled",
         processes=len(pool.processes) if pool else 0,
     )
@@ -444,6 +446,8 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "replica_loss": last and last.replica_loss,
         "replica_std": last and last.replica_std,
         "stopped": stopped,
+        "refused_updates": {str(node): count for node, count in sorted(recorder.refused.items())},
+        "restarted_workers": {str(node): count for node, count in sorted(recorder.restarted.items())},
         "workers": len(workers),
         "real": ended.real,
         "modelled": ended.modelled,

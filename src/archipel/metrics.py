@@ -7,6 +7,7 @@ anything that decides what happens, and tables or plots (`report.py`).
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,6 +72,8 @@ class Recorder:
 
     Attributes:
         on_progress: called with (inner steps absorbed, seconds on the engine's clock) when the model to take home has changed.
+        refused: how many updates of each sender were refused, see `screening.py`.
+        restarted: how often each worker was restarted after a loss that was not finite.
     """
 
     on_progress: Callable[[int, float], None] = lambda steps, now: None
@@ -83,6 +86,8 @@ class Recorder:
     spans_cut: bool = False
     evaluations: list[Evaluation] = field(default_factory=list)
     trainings: list[Training] = field(default_factory=list)
+    refused: dict[NodeId, int] = field(default_factory=dict)
+    restarted: dict[NodeId, int] = field(default_factory=dict)
 
     def computes(self, node: NodeId, start_s: float, end_s: float, busy_s: float | None = None) -> None:
         """`node` trains from `start_s` to `end_s`, of which it computes for `busy_s`: a stage of a pipeline also waits."""
@@ -105,6 +110,18 @@ class Recorder:
         self.messages += messages
         self.sent_bytes += sent_bytes
         self.slow_link_bytes += slow_link_bytes
+
+    def refuses(self, sender: NodeId, why: str, now: float) -> None:
+        """An update of `sender` is refused; its first one with a warning."""
+        if sender not in self.refused:
+            warnings.warn(f"an update of {sender} is refused after {now:.1f} s: {why}; more of them are only counted", stacklevel=2)
+        self.refused[sender] = self.refused.get(sender, 0) + 1
+
+    def restarts(self, worker: NodeId, why: str, now: float) -> None:
+        """A worker begins again from the newest model; the first time with a warning."""
+        if worker not in self.restarted:
+            warnings.warn(f"{why}, after {now:.1f} s; it is restarted from the newest model", stacklevel=2)
+        self.restarted[worker] = self.restarted.get(worker, 0) + 1
 
     def idle_fraction(self, workers: Sequence[NodeId], end_s: float) -> float | None:
         """The part of the workers' time until `end_s` in which they did not compute; None if no time has passed."""
@@ -173,6 +190,10 @@ def merged(recorders: Sequence[Recorder], end_s: float) -> Recorder:
         whole.counts(recorder.messages, recorder.sent_bytes, recorder.slow_link_bytes)
         for node, compute_s in recorder.compute_s.items():
             whole.compute_s[node] = whole.compute_s.get(node, 0.0) + compute_s
+        for node, count in recorder.refused.items():
+            whole.refused[node] = whole.refused.get(node, 0) + count
+        for node, count in recorder.restarted.items():
+            whole.restarted[node] = whole.restarted.get(node, 0) + count
         for node, (start_s, stop_s, busy_s) in recorder.last_job.items():
             if start_s < end_s:
                 whole.last_job[node] = start_s, stop_s, busy_s

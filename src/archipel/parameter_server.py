@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from archipel.actor import Actor, Context, Joined, Message, NodeId, Trained, Vector
+from archipel.actor import Actor, Context, Joined, Message, NodeId, Trained, Update, Vector
 from archipel.vector import outer_gradient
 
 
@@ -22,10 +22,9 @@ class Model(Message):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Delta(Message):
-    """To a server: the outer gradient of `steps` inner steps."""
+class Delta(Update):
+    """To a server: the outer gradient of `steps` inner steps. It is answered with a `Model`, also if it is `Refused`."""
 
-    gradient: Vector
     steps: int
 
 

@@ -76,6 +76,15 @@ class Trainer(Protocol):
 
     def evaluate(self, theta: Vector, due_s: float) -> Promise: ...
 
+    def reset_optimizer(self, worker: NodeId) -> None:
+        """Have a worker's inner optimizer begin anew. Here and below, the worker has no inner steps under way."""
+
+    def state_of(self, worker: NodeId) -> Any:
+        """What makes a worker the one it is, as a copy: its inner optimizer, its integer buffers, its place in the data."""
+
+    def put(self, worker: NodeId, state: Any) -> None:
+        """Make a worker again what `state_of` has seen."""
+
     def state(self) -> Any:
         """What `restore` needs to go on from here, when all that was asked for so far has been computed."""
 
@@ -105,6 +114,15 @@ class NoTraining:
 
     def evaluate(self, theta: Vector, due_s: float) -> Promise:
         return Done(None)
+
+    def reset_optimizer(self, worker: NodeId) -> None:
+        pass
+
+    def state_of(self, worker: NodeId) -> None:
+        return None
+
+    def put(self, worker: NodeId, state: None) -> None:
+        pass
 
     def state(self) -> None:
         return None
@@ -155,6 +173,14 @@ class Setup:
     pipeline: Pipeline | None
     specs: tuple[TensorSpec, ...]
     device: str
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """A worker between two jobs: the tensors of its state (see `replica.py`), and the number of its next batch."""
+
+    tensors: list[Tensor]
+    cursor: int
 
 
 @dataclass
@@ -330,6 +356,21 @@ class Pool:
         if job.failure is not None:
             kind, message = job.failure
             raise Diverged(message) if kind == NonFiniteLoss.__name__ else TrainingError(message)
+
+    # Workers that restart
+
+    def reset_optimizer(self, worker: NodeId) -> None:
+        self._stage_of(worker).reset_optimizer(self.workers[self.rank[worker]].state)
+
+    def state_of(self, worker: NodeId) -> WorkerState:
+        rank = self.rank[worker]
+        return WorkerState([tensor.clone() for tensor in self.workers[rank].state], self.cursors[rank])
+
+    def put(self, worker: NodeId, state: WorkerState) -> None:
+        rank = self.rank[worker]
+        for tensor, saved in zip(self.workers[rank].state, state.tensors, strict=True):
+            tensor.copy_(saved)
+        self.cursors[rank] = state.cursor
 
     # Saving
 

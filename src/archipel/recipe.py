@@ -18,11 +18,12 @@ from archipel.actor import MethodConfig
 from archipel.errors import UserError, explain, nearest
 from archipel.faults import FaultsConfig, parse_faults
 from archipel.pipeline import Routing
+from archipel.screening import ScreeningConfig
 from archipel.task import GptTask, TaskConfig, task_config
 from archipel.topology import MEASURED, PROFILES, Profile, Topology, load_topology, parse_topology
 from archipel.yamlfile import dump, parse, read_mapping
 
-KEYS = ("method", "topology", "profile", "task", "pipeline", "run", "live", "faults", "label")
+KEYS = ("method", "topology", "profile", "task", "pipeline", "run", "live", "faults", "bad_updates", "label")
 DEFAULT_TOPOLOGY = "halos-4x4"
 DEFAULT_PROFILE = "pythia-70m-h100"
 DEFAULT_STEPS = 10_000
@@ -41,8 +42,8 @@ class RunConfig(BaseModel):
     seconds: float | None = Field(None, gt=0, description="on the engine's clock")
     target_loss: float | None = Field(None, description="validation loss")
     seed: int = Field(0, ge=0)
-    strict: bool = Field(False, description="a loss that is not finite ends the run, and no worker is started again")
     evaluations: int = Field(25, ge=1, description="how often the model is evaluated, at equal marks of inner steps")
+    strict: bool = Field(False, description="a training loss that is not finite ends the run, and restarts no worker")
 
 
 class PipelineConfig(BaseModel):
@@ -71,7 +72,8 @@ class LiveConfig(BaseModel):
 class Recipe:
     """A method, where it runs, what it trains, for how long, and what goes wrong.
 
-    `profile` None: measured when the run starts. `faults` None: nothing goes wrong, and no invariants are checked.
+    `profile` None: measured when the run starts. `faults` None: nothing goes wrong, and no invariants are checked. `bad_updates`
+    None: refused live and not in the simulator; False: in neither.
     """
 
     label: str
@@ -84,6 +86,7 @@ class Recipe:
     pipeline: PipelineConfig
     live: LiveConfig
     faults: FaultsConfig | None = None
+    bad_updates: ScreeningConfig | Literal[False] | None = None
 
     @property
     def replicas(self) -> int:
@@ -106,9 +109,19 @@ class Recipe:
             raise UserError(f"faults: a model in stages (pipeline.stages = {stages}) cannot have any yet; give stages = 1")
         return replace(self, faults=faults)
 
+    def screening(self, *, live: bool) -> ScreeningConfig | None:
+        """Which updates are refused, in a live run or a simulated one; None: none. The published comparisons refuse none."""
+        if self.bad_updates is None:
+            return ScreeningConfig() if live else None
+        return self.bad_updates or None
+
+    def strictly(self) -> Recipe:
+        """This recipe, and the first training loss that is not finite ends the run."""
+        return replace(self, run=self.run.model_copy(update={"strict": True}))
+
     def to_yaml(self) -> str:
         """The recipe with all defaults filled in; `parse_recipe` reads it back."""
-        data = {
+        data: dict[str, Any] = {
             "label": self.label,
             "method": {"name": self.method, **self.config.model_dump(mode="json")},
             "topology": self.topology.model_dump(mode="json"),
@@ -120,6 +133,8 @@ class Recipe:
         }
         if self.faults is not None:
             data["faults"] = self.faults.model_dump(mode="json")
+        if self.bad_updates is not None:
+            data["bad_updates"] = self.bad_updates.model_dump(mode="json") if self.bad_updates else False
         return dump(data)
 
 
@@ -160,6 +175,7 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
         run=_run(run_fields),
         pipeline=pipeline,
         live=_live(data.get("live", {})),
+        bad_updates=_bad_updates(data.get("bad_updates")),
     )
     faults = parse_faults(data.get("faults"))
     return recipe if faults is None else recipe.with_faults(faults)
@@ -178,7 +194,7 @@ def read_recipe(path: Path, overrides: list[str]) -> Recipe:
         place = "method" if place == method else place
         if place not in KEYS:
             raise UserError(f"--set {override}: unknown section {place!r}{nearest(place, KEYS)}; allowed: {', '.join(KEYS)}")
-        data[place] = {**section(data.get(place, {}), place), key: value}
+        data[place] = {**section(data.get(place) or {}, place), key: value}
     return parse_recipe(data)
 
 
@@ -286,3 +302,14 @@ def _live(fields: Any) -> LiveConfig:
         return LiveConfig.model_validate(fields)
     except ValidationError as error:
         raise explain(error, "live", LiveConfig) from None
+
+
+def _bad_updates(fields: Any) -> ScreeningConfig | Literal[False] | None:
+    if fields is None or fields is False:
+        return fields
+    if not isinstance(fields, dict):
+        raise UserError(f"bad_updates = {fields!r}: expected false, or keys such as `multiple: 1000`")
+    try:
+        return ScreeningConfig.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, "bad_updates", ScreeningConfig) from None

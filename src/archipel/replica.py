@@ -107,9 +107,13 @@ class Replica:
 
     def reset(self, state: Sequence[Tensor]) -> None:
         """Make `state` that of a worker which has not begun."""
-        state[0].fill_(False)
+        self.reset_optimizer(state)
         for kept, first in zip(state[1:], self.first_integers, strict=False):
             kept.copy_(first)
+
+    def reset_optimizer(self, state: Sequence[Tensor]) -> None:
+        """Have the optimizer of `state` begin anew; what it kept may not be finite. Integer buffers stay."""
+        state[0].fill_(False)
 
     def train(
         self,
@@ -314,6 +318,9 @@ class Solo:
 
     def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
         return self.replica.apply(self.state, theta, gradient, progress)
+
+    def reset_optimizer(self) -> None:
+        self.replica.reset_optimizer(self.state)
 
     def integers(self) -> dict[str, Tensor]:
         """The integer buffers of the worker's model, by name."""

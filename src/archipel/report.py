@@ -58,6 +58,8 @@ _JSON = [
     "replica_loss",
     "replica_std",
     "stopped",
+    "refused_updates",
+    "restarted_workers",
     "settings",
 ]
 _MEANS = ("final_loss", "time_s", "inner_steps", "outer_steps", "tokens", "slow_link_bytes", "idle_fraction")
@@ -259,6 +261,22 @@ def changes(runs: Iterable[Run]) -> list[str]:
     return list(dict.fromkeys(f"{run.summary['label']}: {_changed(run.summary)}" for run in runs if run.summary["changed"]))
 
 
+def incidents(runs: Iterable[Run]) -> list[str]:
+    """A line for each node of a label whose updates were refused, or that was restarted, over all seeds."""
+    totals: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+    for run in runs:  # runs of older versions do not say
+        for kind in ("refused_updates", "restarted_workers"):
+            for node, count in run.summary.get(kind, {}).items():
+                totals[run.summary["label"]][kind, node] += count
+    return [
+        f"{label}: {count} update{'s' if count > 1 else ''} of {node} refused"
+        if kind == "refused_updates"
+        else f"{label}: {node} restarted {'once' if count == 1 else f'{count} times'} after a loss that was not finite"
+        for label, counts in totals.items()
+        for (kind, node), count in counts.items()
+    ]
+
+
 def write(runs: Sequence[Run], out: Path, target: float | None = None) -> Path:
     """Write `report.html`, a page that needs no other file, and its plots as PNG files into `out`. Returns the page's path.
 
@@ -411,6 +429,7 @@ def _notes(runs: Sequence[Run], target: float | None) -> str:
         several += " Interrupted runs are shown as far as they came."
     if len({run.summary.get("clock", "modelled") for run in runs}) > 1:
         several += " Live runs have a measured clock and real bytes, the others modelled ones: compare within a kind only."
+    several += "".join(f" {line}." for line in incidents(runs))
     if target is None or not _loss_names(runs):
         return f"All figures are of whole runs.{several}"
     chosen = "the loss that the worst of these runs ends at" if target == target_loss(runs) else "as asked for"

@@ -9,7 +9,8 @@ moment it starts on the virtual clock, and are waited for only when they are the
 the same virtual time really train at the same time.
 
 Faults that a recipe asks for are events like all others, and what is lost is taken off the heap: a node that is gone has nothing
-under way. With a schedule, even an empty one, the books of `invariants.py` are kept; without one, nothing of this is touched.
+under way. With a schedule, even an empty one, the books of `invariants.py` are kept. A worker whose loss is not finite is lost and
+back at once, in every run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,22 @@ import torch
 from torch import Tensor
 
 from archipel import outer
-from archipel.actor import Actor, Gradient, Group, Joined, Lost, Message, NodeId, Reduced, Start, Trained, Vector, Worker
+from archipel.actor import (
+    Actor,
+    Gradient,
+    Group,
+    Joined,
+    Lost,
+    Message,
+    NodeId,
+    Reduced,
+    Refused,
+    Start,
+    Trained,
+    Update,
+    Vector,
+    Worker,
+)
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.faults import Cut, Fail, Faults, Mend, Notice, Return, Save, Strike
 from archipel.invariants import Ledger, Violation, counts
@@ -35,7 +51,11 @@ from archipel.metrics import Evaluation, Recorder, Training
 from archipel.network import FairLink, Network
 from archipel.pipeline import Pipeline, join, norm_end_s, step_end_s
 from archipel.pool import Promise, Trainer
+from archipel.screening import Screen, ScreeningConfig, vectors_of
 from archipel.topology import Profile
+
+NOT_FINITE = 3
+"""A worker whose loss is not finite so many times in a row, with no inner steps that it finishes in between, ends the run."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +118,7 @@ class Call:
     progress: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Contribution:
     """What a member of a collective called with, while it waits for the others."""
 
@@ -107,25 +127,37 @@ class Contribution:
     round: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Saved:
+    """A node's state that it would restart from: its actor, and what the trainer keeps of a worker."""
+
+    actor: Actor
+    worker: Any
+
+
 @dataclass
 class Trouble:
-    """How things stand in a run with faults.
+    """How things stand with what goes wrong.
 
     Attributes:
+        begun: somebody is not there, or has not been for a while.
         down: who is not there, and since when.
         lost: those of them whose peers have been told.
         left: those who never come again.
         severed: pairs of regions whose nodes take each other for lost.
         saves: the states that nodes would restart from.
+        before: of the workers among them, what the trainer kept of each one before its inner steps under way.
         reducing: the members of collectives that wait for others.
-        reduced: what each member last gave to a collective that has started.
+        reduced: what each member last gave to a collective that has started, where books are kept.
         rng: drawn from for messages that are lost or doubled.
     """
 
     down: dict[NodeId, float]
-    lost: dict[NodeId, None]
-    saves: dict[NodeId, Actor]
     rng: np.random.Generator
+    begun: bool = False
+    lost: dict[NodeId, None] = field(default_factory=dict)
+    saves: dict[NodeId, Saved] = field(default_factory=dict)
+    before: dict[NodeId, Any] = field(default_factory=dict)
     left: dict[NodeId, None] = field(default_factory=dict)
     severed: dict[tuple[str, str], None] = field(default_factory=dict)
     reducing: dict[NodeId, Contribution] = field(default_factory=dict)
@@ -157,7 +189,7 @@ class SharedLink:
 
 FIXED = (
     "network", "profile", "trainer", "stop", "evaluate_every", "tokens_per_step", "parameters", "seed", "pipeline", "step_time_s",
-    "vector_bytes", "faults",
+    "vector_bytes", "faults", "books", "screening", "strict",
 )  # fmt: skip
 """What a simulator is made with and never changes; all its other attributes are its state."""
 
@@ -178,6 +210,8 @@ class Simulator:
         seed: of the nodes' random numbers.
         pipeline: how the workers share the replicas' stages; None: each has a whole replica.
         faults: what goes wrong; None: nothing, and no books are kept.
+        screening: which updates are refused; None: none.
+        strict: the first training loss that is not finite ends the run.
     """
 
     def __init__(
@@ -196,6 +230,8 @@ class Simulator:
         seed: int,
         pipeline: Pipeline | None = None,
         faults: Faults | None = None,
+        screening: ScreeningConfig | None = None,
+        strict: bool = False,
     ) -> None:
         self.actors = {actor.me: actor for actor in actors}
         if len(self.actors) < len(actors):
@@ -204,7 +240,8 @@ class Simulator:
         self.step_time_s = {worker.id: profile.step_time_s / (worker.speed / fastest) for worker in workers}
         self.network, self.profile, self.trainer, self.recorder, self.stop = network, profile, trainer, recorder, stop
         self.evaluate_every, self.tokens_per_step, self.parameters = evaluate_every, tokens_per_step, parameters
-        self.seed, self.pipeline, self.faults = seed, pipeline, faults
+        self.seed, self.pipeline, self.screening, self.strict = seed, pipeline, screening, strict
+        self.books, self.faults = faults is not None, faults or Faults((), tuple(self.actors), ())
         self.vector_bytes = {actor.me: profile.model_bytes * (pipeline.share(actor.me) if pipeline else 1.0) for actor in actors}
         self.contexts = {actor.me: NodeContext(actor.me, self, seed, i) for i, actor in enumerate(actors)}
         self.now = 0.0
@@ -216,16 +253,15 @@ class Simulator:
         self.events = 0  # that have happened
         self.training: set[NodeId] = set()
         self.unabsorbed: dict[NodeId, int] = {}  # inner steps since the model to take home last changed
-        self.gathering: dict[Group, dict[NodeId, Vector]] = {}
+        self.not_finite: dict[NodeId, int] = {}  # losses in a row, by worker
+        self.screens: dict[NodeId, Screen] = {}  # by receiver; of a collective, by the first of its members
         self.joining: dict[tuple[int, ...], dict[NodeId, Call]] = {}  # by team of replicas
         self.stage_steps: dict[tuple[int, ...], int] = {}  # inner steps that a team has begun
         self.last_arrival_s: dict[tuple[NodeId, NodeId], float] = {}
         self.shared: dict[tuple[str, str], SharedLink] = {}
         self.evaluations: list[tuple[Evaluation, Promise, list[Promise]]] = []
-        self.ledger, self.trouble = Ledger(), Trouble({}, {}, {}, np.random.default_rng(0))
-        if faults is not None:
-            absent = dict.fromkeys(faults.absent, 0.0)
-            self.trouble = Trouble(absent, {}, {}, np.random.default_rng((seed, faults.seed, 0xFA17)))
+        rng, absent = np.random.default_rng((seed, self.faults.seed, 0xFA17)), dict.fromkeys(self.faults.absent, 0.0)
+        self.ledger, self.trouble = Ledger(), Trouble(absent, rng, begun=bool(absent))
 
     def run(self, pause: Callable[[], bool] = lambda: False) -> str | None:
         """Run to the end; the name of the stop rule that ended it: `steps`, `seconds` or `target_loss`.
@@ -233,7 +269,7 @@ class Simulator:
         `pause` is asked after each event; if it says so, this returns None, and another call goes on with the next one.
 
         Raises:
-            Diverged: a loss is not finite.
+            Diverged: a validation loss is not finite, or the training loss of one worker several times in a row.
             TrainingError: nothing can happen any more (a deadlock), or training failed.
             Violation: there is a schedule of faults, and an invariant does not hold.
         """
@@ -242,8 +278,7 @@ class Simulator:
             for node in self.actors:
                 if node not in self.trouble.down:
                     self.push(0.0, Deliver(node, Start(), node))
-            if self.faults is not None:
-                self._plan(self.faults)
+            self._plan()
             reason = self._evaluate_at_marks()
         while reason is None:
             if self.changed and (not self.heap or self.heap[0][0] > self.now):  # all of this moment has happened
@@ -251,24 +286,28 @@ class Simulator:
                 reason = self._evaluate_at_marks()
                 continue
             if not self.heap:
-                if self.faults is not None and set(self.step_time_s) - set(self.trouble.down) - self._excused():
+                if self.books and set(self.step_time_s) - set(self.trouble.down) - self._excused():
                     raise Violation("liveness", self._deadlock())
                 raise TrainingError(self._deadlock())
             if self.stop.seconds is not None and self.heap[0][0] > self.stop.seconds:
                 self.now, reason = self.stop.seconds, "seconds"
                 break
             time_s, _, event = heapq.heappop(self.heap)
-            if self.faults is not None:
+            if self.books:
                 self.ledger.time(self.now, time_s)
             self.now = time_s
             self.events += 1
             match event:
                 case Deliver(to=to, message=message, sender=sender):
-                    if self.faults is not None and to != sender:
+                    if self.books and to != sender:
                         self.ledger.delivers(sender, to, message, self._size_bytes(event))
+                    if self.screening is not None and isinstance(message, Update):
+                        message = self._screened(to, message, sender)
                     self._handle(to, message, sender)
                 case Finish(worker=worker):
-                    self._handle(worker, self._answer(event), worker)
+                    answer = self._answer(event)
+                    if answer is not None:
+                        self._handle(worker, answer, worker)
                 case Drain():
                     self._drain(event)
                 case Tally(messages=messages, sent_bytes=sent_bytes, slow_link_bytes=slow_link_bytes):
@@ -277,8 +316,8 @@ class Simulator:
                     self._strike(event)
             if pause():
                 return None
-        if self.faults is not None:
-            self._check_books(self.faults)
+        if self.books:
+            self._check_books()
         if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps != self.absorbed:
             self._evaluate()
         self.collect_evaluations()
@@ -327,29 +366,46 @@ class Simulator:
 
     def _handle(self, to: NodeId, message: Message, sender: NodeId) -> None:
         actor = self.actors[to]
-        if self.faults is not None:
-            self._handle_by_the_books(actor, message, sender)
-            return
         before = actor.absorbed
-        actor.upon(message, sender, self.contexts[to])
+        if self.books:
+            others = counts(actor)
+            actor.upon(message, sender, self.contexts[to])
+            self.ledger.counts(actor, others, server=to not in self.step_time_s)
+        else:
+            actor.upon(message, sender, self.contexts[to])
         if actor.absorbed != before:
-            self._absorbed(self.absorbed_by_nodes + actor.absorbed - before)
+            if self.trouble.begun:
+                self._recount()
+            else:
+                self._absorbed(self.absorbed_by_nodes + actor.absorbed - before)
+
+    def _recount(self) -> None:
+        """Count the absorbed inner steps anew: those of the dead only count if nobody who is there holds the model."""
+        absorbed = sum(actor.absorbed for actor in self.holders())
+        if absorbed != self.absorbed_by_nodes:
+            self._absorbed(absorbed)
 
     def _absorbed(self, steps: int) -> None:
         self.absorbed_by_nodes = steps
         self.changed = True
         self.unabsorbed.clear()
         self.recorder.on_progress(self.absorbed, self.now)
+        if self.books:
+            self.ledger.absorbs(steps)
 
-    def _answer(self, event: Finish) -> Message:
+    def _answer(self, event: Finish) -> Message | None:
+        """What a worker's inner steps have come to; None if their loss is not finite, and it has been restarted."""
         self.training.discard(event.worker)
         self._check_plan(event)
-        if self.faults is not None:
-            self.ledger.trained += event.steps
         try:
             answer: Message = event.answer.result()
         except Diverged as error:
-            raise Diverged(f"{error}, after {self.now:.1f} s on the virtual clock; try a lower learning rate") from None
+            self._restart(event.worker, str(error))
+            return None
+        if event.steps and self.not_finite:
+            self.not_finite.pop(event.worker, None)
+        if self.books:
+            self.ledger.trained += event.steps
         match answer:
             case Trained(losses=losses, steps=steps) if losses:
                 self._trained(event, steps, sum(losses) / len(losses))
@@ -381,14 +437,22 @@ class Simulator:
             self._occupy(worker)
             self._join(self.pipeline, worker, Call(theta.clone(), steps, progress))
         else:
-            seconds = self._compute_s(worker, steps * self.step_time_s[worker])
+            seconds = steps * self.step_time_s[worker]
+            if self.books:
+                seconds = self.about_to_train(worker, seconds)
             answer = self.trainer.train(worker, theta, steps, progress, self.now + seconds)
             self.start_training(worker, seconds, answer, steps, progress)
+
+    def about_to_train(self, worker: NodeId, seconds: float) -> float:
+        """Seconds of inner steps that take `seconds` where nothing slows them down. A restart may be from before them."""
+        if worker in self.trouble.saves:
+            self.trouble.before[worker] = self.trainer.state_of(worker)
+        return self.faults.compute_s(worker, self.now, seconds)
 
     def start_training(self, worker: NodeId, seconds: float, answer: Promise, steps: int, progress: int) -> None:
         """A worker takes `steps` inner steps in `seconds`; it must not be computing already."""
         self._occupy(worker)
-        if self.faults is not None:
+        if self.books:
             self.ledger.begins(worker, self.now, steps * self.step_time_s[worker])
         if seconds:
             self.recorder.computes(worker, self.now, self.now + seconds)
@@ -454,11 +518,12 @@ class Simulator:
             raise TrainingError(f"{sender} sent {type(message).__name__} to {to}, and there is no such node")
         deliver = Deliver(to, message, sender)
         size_bytes = self._size_bytes(deliver)
-        if self.faults is not None and sender != to:
+        if (self.books or self.trouble.begun) and sender != to:
             if not self._reachable(sender, to):
                 self._count_lost(deliver, 1)
                 return
-            self.ledger.sends(sender, to, message)
+            if self.books:
+                self.ledger.sends(sender, to, message)
         if self.network.topology.sharing == "fair" and sender.region != to.region:
             self._share(deliver, size_bytes)
         else:
@@ -468,8 +533,8 @@ class Simulator:
         return self.vector_bytes[deliver.sender] * _vectors(deliver.message)
 
     def _arrive(self, deliver: Deliver, start_s: float, end_s: float, size_bytes: float) -> None:
-        if self.faults is not None and deliver.sender != deliver.to:
-            end_s = self._disturbed(self.faults, deliver, start_s, end_s)
+        if self.books and deliver.sender != deliver.to:
+            end_s = self._disturbed(deliver, start_s, end_s)
         # Messages of one sender to one receiver keep their order, whatever the jitter.
         pair = deliver.sender, deliver.to
         end_s = self.last_arrival_s[pair] = max(end_s, self.last_arrival_s.get(pair, 0.0))
@@ -478,21 +543,43 @@ class Simulator:
         self.push(end_s, deliver)
 
     def all_reduce(self, member: NodeId, group: Group, vector: Vector, round: int) -> None:
-        if self.faults is not None:
-            self.trouble.reducing[member] = Contribution(group, vector, round)
+        reducing = self.trouble.reducing
+        # After a loss it may have been told of a later round while it waited: then its last call counts.
+        if member in reducing and not self.trouble.begun:
+            raise TrainingError(f"{member} called all_reduce while it waits in one: a member is in one all-reduce at a time")
+        reducing[member] = Contribution(group, vector, round)
+        if len(reducing) >= len(group) - len(self.trouble.lost):  # else somebody has not called
             self._reduce_if_complete(member)
-            return
-        waiting = self.gathering.setdefault(group, {})
-        waiting[member] = vector
-        if len(waiting) == len(group):
-            del self.gathering[group]
-            self._reduce(group, waiting, round)
 
-    def _reduce(self, group: Group, vectors: dict[NodeId, Vector], round: int) -> None:
-        reduced = Reduced(outer.mean([vectors[node] for node in group]), group, round)
+    def _reduce_if_complete(self, member: NodeId) -> None:
+        """Start the collective that `member` waits in, if all have called who are named by one of those that wait in it."""
+        reducing = self.trouble.reducing
+        if member not in reducing:
+            return
+        group, number = reducing[member].group, reducing[member].round
+        if len(reducing) != len(group) or any(call.group is not group or call.round != number for call in reducing.values()):
+            named, seen = {member}, set[NodeId]()
+            while named != seen:
+                seen = set(named)
+                for caller, call in reducing.items():
+                    if call.round == number and (caller in named or not named.isdisjoint(call.group)):
+                        named |= {caller, *(node for node in call.group if node not in self.trouble.lost)}
+            if any(node not in reducing or reducing[node].round != number for node in named):
+                return
+            group = tuple(node for node in self.actors if node in named)
+        calls = {node: reducing.pop(node) for node in group}
+        if self.books:
+            self.trouble.reduced.update(calls)
+        self._reduce(group, [call.vector for call in calls.values()], number)
+
+    def _reduce(self, group: Group, vectors: list[Vector], round: int) -> None:
+        refused = self._refused(group, vectors) if self.screening is not None else ()
+        accepted = [vector for node, vector in zip(group, vectors, strict=True) if node not in refused] if refused else vectors
+        mean = outer.mean(accepted) if accepted else torch.zeros_like(vectors[0])
+        reduced = Reduced(mean, group, round, refused)
         cost = self.network.all_reduce(group, self.vector_bytes[group[0]])
         end_s = self.now + cost.seconds
-        if self.faults is not None:
+        if self.books:
             end_s = self.faults.collective_end_s(group, self.now, cost.seconds)
             self.ledger.delivered_bytes += cost.sent_bytes
             self.ledger.longest_message_s = max(self.ledger.longest_message_s, cost.seconds)
@@ -500,6 +587,49 @@ class Simulator:
         self.recorder.reduces(group, self.now, end_s)
         for node in group:
             self.push(end_s, Deliver(node, reduced, node))
+
+    # Bad updates, and losses that are not finite
+
+    def _screened(self, to: NodeId, update: Update, sender: NodeId) -> Message:
+        """What a receiver is told of an update."""
+        why = self._screen(to).refuses(vectors_of(update), self._parameters_of(to))
+        if why is None:
+            return update
+        self.recorder.refuses(sender, why, self.now)
+        return Refused(update)
+
+    def _refused(self, group: Group, vectors: list[Vector]) -> Group:
+        """Whose vectors a collective does without. All members see them all, so one of them judges for all."""
+        screen, parameters, refused = self._screen(group[0]), self._parameters_of(group[0]), []
+        for node, vector in zip(group, vectors, strict=True):
+            if why := screen.refuses([vector], parameters):
+                self.recorder.refuses(node, why, self.now)
+                refused.append(node)
+        return tuple(refused)
+
+    def _screen(self, receiver: NodeId) -> Screen:
+        assert self.screening is not None
+        if receiver not in self.screens:
+            self.screens[receiver] = Screen(self.screening)
+        return self.screens[receiver]
+
+    def _parameters_of(self, node: NodeId) -> int:
+        """How many leading entries of a node's vectors are parameters."""
+        if self.pipeline and self.pipeline.parameters:
+            return self.pipeline.parameters[self.pipeline.places[node][0]]
+        return self.parameters
+
+    def _restart(self, worker: NodeId, error: str) -> None:
+        """A worker is lost and back at once, as it is, but its inner optimizer begins anew: what that keeps may not be finite."""
+        count = self.not_finite[worker] = self.not_finite.get(worker, 0) + 1
+        if self.strict or self.pipeline or count == NOT_FINITE:
+            times = f", {count} times in a row" if count > 1 else ""
+            raise Diverged(f"{error}, after {self.now:.1f} s on the virtual clock{times}; try a lower learning rate")
+        self.recorder.restarts(worker, error, self.now)
+        self.trainer.reset_optimizer(worker)
+        self._stop(worker)
+        self._lose(worker)
+        self._rejoin(worker)
 
     # Shared links
 
@@ -539,23 +669,22 @@ class Simulator:
 
     # Faults
 
-    def _plan(self, faults: Faults) -> None:
+    def _plan(self) -> None:
         """Put all that will go wrong on the heap, and tell the peers of those who are not there yet."""
         for node in self.trouble.down:
             self.push(0.0, Notice(node, 0.0))
-        for time_s, strike in faults.strikes():
+        for time_s, strike in self.faults.strikes():
             if isinstance(strike, Save) and strike.node not in self.trouble.saves:
-                self.trouble.saves[strike.node] = copy.deepcopy(self.actors[strike.node])
+                self.trouble.saves[strike.node] = self._saved(strike.node)
             if time_s or not isinstance(strike, Save):
                 self.push(time_s, strike)
 
     def _strike(self, strike: Strike) -> None:
-        assert self.faults is not None
         trouble = self.trouble
-        self._check_books(self.faults)
+        self._check_books()
         match strike:
             case Save(node) if node not in trouble.down:
-                trouble.saves[node] = copy.deepcopy(self.actors[node])
+                trouble.saves[node] = self._saved(node)
             case Fail(node, leaves):
                 self._fail(node, leaves=leaves)
             case Notice(node, since_s) if trouble.down.get(node) == since_s and node not in trouble.lost:
@@ -572,25 +701,36 @@ class Simulator:
                 for a, b in self._across(link):
                     self._handle(a, Joined(b), a)
 
+    def _saved(self, node: NodeId) -> Saved:
+        """A node's state as of now. Inner steps under way are no part of it: they will be lost with the node."""
+        worker = None
+        if node in self.step_time_s:
+            worker = self.trouble.before[node] if node in self.training else self.trainer.state_of(node)
+        return Saved(copy.deepcopy(self.actors[node]), worker)
+
     def _fail(self, node: NodeId, *, leaves: bool) -> None:
-        """A node is gone, and all that it had under way."""
+        """A node crashes or leaves."""
         trouble = self.trouble
         if leaves:
             trouble.left[node] = None
         if node not in trouble.down:
-            for _, _, event in self.heap:
-                if isinstance(event, Finish) and event.worker == node:
-                    with contextlib.suppress(Diverged, TrainingError):
-                        event.answer.result()  # the memory that it is computed in is needed again
-            self._drop(lambda sender, to: node in (sender, to), node)
-            self.training.discard(node)
-            trouble.reducing.pop(node, None)
-            trouble.down[node] = self.now
-            self._recount()
-            assert self.faults is not None
+            self._stop(node)
             self.push(self.now + self.faults.deadline_s, Notice(node, self.now))
         if leaves and node not in trouble.lost:
             self._lose(node)
+
+    def _stop(self, node: NodeId) -> None:
+        """A node is gone, and all that it had under way."""
+        trouble = self.trouble
+        for _, _, event in self.heap:
+            if isinstance(event, Finish) and event.worker == node:
+                with contextlib.suppress(Diverged, TrainingError):
+                    event.answer.result()  # the memory that it is computed in is needed again
+        self._drop(lambda sender, to: node in (sender, to), node)
+        self.training.discard(node)
+        trouble.reducing.pop(node, None)
+        trouble.down[node], trouble.begun = self.now, True
+        self._recount()
 
     def _lose(self, node: NodeId) -> None:
         """The others are told that a node is gone. A collective that waited for it goes on without it."""
@@ -605,13 +745,20 @@ class Simulator:
 
     def _return(self, node: NodeId) -> None:
         """A node comes (again), with the state of its last save."""
-        trouble, actor = self.trouble, self.actors[node]
+        trouble = self.trouble
         if node not in trouble.lost:
             self._lose(node)
         if node in trouble.saves:
-            actor = self.actors[node] = copy.deepcopy(trouble.saves[node])
-        del trouble.down[node], trouble.lost[node]
+            self.actors[node] = copy.deepcopy(trouble.saves[node].actor)
+            if node in self.step_time_s:
+                self.trainer.put(node, trouble.saves[node].worker)
         self.ledger.restarted[node] = None
+        self._rejoin(node)
+
+    def _rejoin(self, node: NodeId) -> None:
+        """A node is there again, and everybody is told."""
+        trouble, actor = self.trouble, self.actors[node]
+        del trouble.down[node], trouble.lost[node]
         self._handle(node, Joined(node), node)
         self._recount()
         self._tell_peers_of(node, Joined(node))
@@ -651,11 +798,12 @@ class Simulator:
             event = item[2]
             match event:
                 case Deliver(to=to, sender=sender, message=message) if to != sender and lost(sender, to):
-                    self.ledger.drops(sender, to, message, self._size_bytes(event))
+                    if self.books:
+                        self.ledger.drops(sender, to, message, self._size_bytes(event))
                     continue
                 case Deliver(to=node) | Finish(worker=node) if node == gone:
                     continue
-                case Deliver(to=node, message=Reduced(group=group)) if gone in group:  # it will begin again, without it
+                case Deliver(to=node, message=Reduced(group=group)) if gone in group and self.books:  # it begins again, without it
                     call = self.trouble.reduced[node]
                     self.trouble.reducing[node] = Contribution(group, call.vector, call.round)
                     continue
@@ -666,7 +814,7 @@ class Simulator:
             shared.link.advance(self.now)
             for key, transfer in list(shared.transfers.items()):
                 if lost(transfer.deliver.sender, transfer.deliver.to):  # its bytes are counted when the last one has left
-                    for dropped in (transfer, *transfer.followers):
+                    for dropped in (transfer, *transfer.followers) if self.books else ():
                         self.ledger.drops(dropped.deliver.sender, dropped.deliver.to, dropped.deliver.message, 0.0)
                     del shared.transfers[key], shared.link.remaining[key]
             shared.version += 1
@@ -675,15 +823,11 @@ class Simulator:
         for pair in [pair for pair in self.last_arrival_s if lost(*pair)]:
             del self.last_arrival_s[pair]
 
-    def _compute_s(self, worker: NodeId, seconds: float) -> float:
-        """Seconds of inner steps that begin now, if they take `seconds` where nothing slows them down."""
-        return seconds if self.faults is None else self.faults.compute_s(worker, self.now, seconds)
-
-    def _disturbed(self, faults: Faults, deliver: Deliver, start_s: float, end_s: float) -> float:
+    def _disturbed(self, deliver: Deliver, start_s: float, end_s: float) -> float:
         """When a message that would arrive at `end_s` does arrive. What is sent again or twice is counted at once."""
         sender, to = deliver.sender, deliver.to
         self.ledger.longest_message_s = max(self.ledger.longest_message_s, end_s - start_s)
-        end_s, copies = faults.arrival(self.trouble.rng, sender, to, start_s, end_s, end_s - start_s)
+        end_s, copies = self.faults.arrival(self.trouble.rng, sender, to, start_s, end_s, end_s - start_s)
         if copies > 1:
             self._count_lost(deliver, copies - 1)
         return end_s
@@ -692,38 +836,6 @@ class Simulator:
         size_bytes = copies * self._size_bytes(deliver)
         self.recorder.counts(copies, size_bytes, size_bytes if deliver.sender.region != deliver.to.region else 0.0)
         self.ledger.lost_bytes += size_bytes
-
-    def _reduce_if_complete(self, member: NodeId) -> None:
-        """Start the collective that `member` waits in, if all have called who are named by one of those that wait in it."""
-        reducing = self.trouble.reducing
-        if member not in reducing:
-            return
-        number, named, seen = reducing[member].round, {member}, set[NodeId]()
-        while named != seen:
-            seen = set(named)
-            for caller, call in reducing.items():
-                if call.round == number and (caller in named or not named.isdisjoint(call.group)):
-                    named |= {caller, *(node for node in call.group if node not in self.trouble.lost)}
-        if any(node not in reducing or reducing[node].round != number for node in named):
-            return
-        group = tuple(node for node in self.actors if node in named)
-        calls = {node: reducing.pop(node) for node in group}
-        self.trouble.reduced.update(calls)
-        self._reduce(group, {node: call.vector for node, call in calls.items()}, number)
-
-    def _handle_by_the_books(self, actor: Actor, message: Message, sender: NodeId) -> None:
-        before = counts(actor)
-        actor.upon(message, sender, self.contexts[actor.me])
-        self.ledger.counts(actor, before, server=actor.me not in self.step_time_s)
-        if actor.absorbed != before[-1]:
-            self._recount()
-
-    def _recount(self) -> None:
-        """Count the absorbed inner steps anew: those of the dead only count if nobody who is there holds the model."""
-        absorbed = sum(actor.absorbed for actor in self.holders())
-        if absorbed != self.absorbed_by_nodes:
-            self._absorbed(absorbed)
-            self.ledger.absorbs(absorbed)
 
     def _excused(self) -> set[NodeId]:
         """Workers that may have to wait until a server of theirs is there again, or a link is up."""
@@ -734,12 +846,12 @@ class Simulator:
             if not self._connected(node, peer) or (peer not in self.step_time_s and peer in self.trouble.down)
         }
 
-    def _check_books(self, faults: Faults) -> None:
+    def _check_books(self) -> None:
         in_flight = [event for _, _, event in self.heap if isinstance(event, Deliver) and event.sender != event.to]
         self.ledger.bytes(self.recorder.sent_bytes, sum(self._size_bytes(deliver) for deliver in in_flight))
         workers = [node for node in self.step_time_s if node not in self.trouble.down]
-        lag_s = faults.apart_s * max(self.step_time_s.values()) / min(self.step_time_s.values())
-        self.ledger.alive(workers, self._excused(), faults.quiet_since_s(self.now), self.now, lag_s)
+        lag_s = self.faults.apart_s * max(self.step_time_s.values()) / min(self.step_time_s.values())
+        self.ledger.alive(workers, self._excused(), self.faults.quiet_since_s(self.now), self.now, lag_s)
 
     # Evaluation
 
@@ -799,11 +911,6 @@ class Simulator:
 
     def _waits(self) -> Iterator[str]:
         gathered = set()
-        for group, waiting in self.gathering.items():
-            missing = _first((str(node) for node in group if node not in waiting), 4)
-            for node in waiting:
-                gathered.add(node)
-                yield f"{node} waits in an all-reduce of {len(group)} for {missing}"
         for calls in self.joining.values():
             for node in calls:
                 gathered.add(node)
@@ -814,7 +921,7 @@ class Simulator:
             missing = _first(
                 (str(other) for other in call.group if other not in reducing or reducing[other].round != call.round), 4
             )
-            yield f"{node} waits in all-reduce {call.round} of {len(call.group)} for {missing}"
+            yield f"{node} waits in an all-reduce of {len(call.group)} for {missing}"
         for actor in self.actors.values():
             if actor.me in self.trouble.down:
                 yield f"{actor.me} is lost"
@@ -855,12 +962,16 @@ class NodeContext:
         simulator = self.simulator
         if simulator.pipeline:
             raise UserError("pipeline: this method asks for single gradients, which a model in stages does not give")
-        seconds = simulator._compute_s(self.me, simulator.step_time_s[self.me])
+        seconds = simulator.step_time_s[self.me]
+        if simulator.books:
+            seconds = simulator.about_to_train(self.me, seconds)
         answer = simulator.trainer.gradient(self.me, theta, self.now + seconds)
         simulator.start_training(self.me, seconds, answer, 1, progress)
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
         # The profile's step time holds the optimizer's part already.
+        if self.simulator.books:
+            self.simulator.about_to_train(self.me, 0.0)
         answer = self.simulator.trainer.apply(self.me, theta, gradient, progress, self.now)
         self.simulator.start_training(self.me, 0.0, answer, 0, progress)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from archipel.actor import Actor, Context, Joined, Message, MethodConfig, NodeId, Start, Vector, World
+from archipel.actor import Actor, Context, Joined, Message, MethodConfig, NodeId, Refused, Start, Vector, World
 from archipel.outer import DelayedNesterov, delayed_nesterov
 from archipel.parameter_server import Delta, Model, Worker
 
@@ -45,6 +45,8 @@ class Server(Actor):
                 self.outer.step(self.theta, gradient)
                 self.outer_steps += 1
                 self.absorbed += steps
+                ctx.send(sender, Model(self.theta.clone(), self.absorbed))
+            case Refused():
                 ctx.send(sender, Model(self.theta.clone(), self.absorbed))
             case Joined(node=worker):
                 ctx.send(worker, Model(self.theta.clone(), self.absorbed))

@@ -46,10 +46,12 @@ class Worker(Member):
             case Trained(theta=theta):
                 if self.computed(ctx):
                     ctx.all_reduce(self.group, outer_gradient(self.theta, theta, len(self.outer.velocity)), self.number)
-            case Reduced(mean=gradient, group=group, round=self.number):
-                self.outer.step(self.theta, gradient)
+            case Reduced(mean=gradient, group=group, round=self.number, refused=refused):
+                if len(refused) < len(group):  # else the mean is nobody's, and there is no step in this round
+                    self.outer.step(self.theta, gradient)
                 self.agree(group)
-                self.progress += self.round_steps if group is self.everybody else sum(self.steps_of[member] for member in group)
+                whole = group is self.everybody and not refused
+                self.progress += self.round_steps if whole else sum(self.steps_of[node] for node in group if node not in refused)
                 self.next_round(ctx)
             case _:
                 self.upon_membership(message, sender, ctx)

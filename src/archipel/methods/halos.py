@@ -15,7 +15,8 @@ much as it moves the model).
 
 When something is lost: a report that is lost is not sent again, for nobody knows whether it was applied. A server that is there
 again sends its model to all that it serves, and a local server blends it in like an answer. A local server that restarts
-begins a new report, since its save may hold updates that it has reported already.
+begins a new report, since its save may hold updates that it has reported already. A report that is refused is answered like
+any other: what was in it is in the local model alone.
 
 Defaults are those the authors chose by sweep on a 70M model; H = 8 is their script's, the paper's table has 32. The
 learning rates are 0.15 · 2 and 0.2 · 16: their scripts multiply by the buffer.
@@ -29,7 +30,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from archipel.actor import Actor, Context, Joined, Message, MethodConfig, NodeId, Start, Vector, World
+from archipel.actor import Actor, Context, Joined, Message, MethodConfig, NodeId, Refused, Start, Vector, World
 from archipel.outer import DelayedNesterov, delayed_nesterov
 from archipel.parameter_server import Delta, Model, Worker
 from archipel.vector import outer_gradient
@@ -84,6 +85,8 @@ class LocalServer(Actor):
                 if self.local_updates == self.merged_at + self.config.accumulate:
                     self.report(ctx)
                 self.answer((sender,), ctx)
+            case Refused():
+                self.answer((sender,), ctx)
             case Model(theta=theta, progress=progress):  # from the global server: blend, do not overwrite
                 self.merge(theta)
                 self.progress, self.in_flight = progress, 0
@@ -133,6 +136,8 @@ class GlobalServer(Actor):
                 self.outer.step(self.theta, gradient)
                 self.outer_steps += 1
                 self.absorbed += steps
+                ctx.send(sender, Model(self.theta.clone(), self.absorbed))
+            case Refused():
                 ctx.send(sender, Model(self.theta.clone(), self.absorbed))
             case Joined(node=self.me):
                 for server in self.local_servers:

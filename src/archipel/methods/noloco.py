@@ -11,6 +11,9 @@ When a peer is lost, the rest of its group steps without it, if need be alone. A
 from one peer, if that one is further, and starts without momentum. Nobody has to agree on who takes part: whoever gets the
 exchange of an outer step that it has taken already, or takes without the sender, answers `Passed`, and is not waited for.
 
+A worker's own exchange comes to it as a message too, so that an engine can refuse it like anybody's. The outer step is then taken
+as if its inner steps had not moved it. Else a bad one would be in its φ, and so in the mean of all replicas.
+
 Defaults are published (α = 0.5, β = 0.7, n = 2, m = 50). The paper does not print γ; 0.7 is what its code uses.
 """
 
@@ -23,7 +26,22 @@ from functools import lru_cache
 import numpy as np
 from pydantic import Field
 
-from archipel.actor import Actor, Context, Group, Joined, Lost, Message, MethodConfig, NodeId, Start, Trained, Vector, World
+from archipel.actor import (
+    Actor,
+    Context,
+    Group,
+    Joined,
+    Lost,
+    Message,
+    MethodConfig,
+    NodeId,
+    Refused,
+    Start,
+    Trained,
+    Update,
+    Vector,
+    World,
+)
 from archipel.outer import gossip
 from archipel.vector import outer_gradient
 
@@ -40,11 +58,10 @@ class Config(MethodConfig):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Exchange(Message):
-    """Between the members of a group: the sender's slow weights, and the outer gradient φ − θ of its inner steps."""
+class Exchange(Update):
+    """Between the members of a group: the outer gradient φ − θ of the sender's inner steps, and its slow weights φ."""
 
     phi: Vector
-    gradient: Vector
     outer_step: int
 
 
@@ -73,7 +90,7 @@ class Worker(Actor):
     """One worker.
 
     Attributes:
-        inbox: exchanges of this outer step and later ones, by outer step and sender.
+        inbox: exchanges of this outer step and later ones, by outer step and sender; None: that one was refused.
         partners: with whom I exchange in this outer step, me among them, in rank order; None until my inner steps are done.
         away: peers that are lost.
         asked: whom I have asked where it is, since I have come (back); I am in no outer step until it answers.
@@ -85,7 +102,7 @@ class Worker(Actor):
     workers: Group
     seed: int
     steps: int
-    inbox: dict[int, dict[NodeId, Exchange]] = field(default_factory=dict)
+    inbox: dict[int, dict[NodeId, Exchange | None]] = field(default_factory=dict)
     partners: Group | None = None
     away: dict[NodeId, None] = field(default_factory=dict)
     asked: NodeId | None = None
@@ -95,18 +112,20 @@ class Worker(Actor):
             case Start():
                 self.train(ctx)
             case Trained(theta=theta):
-                exchange = Exchange(self.phi.clone(), outer_gradient(self.phi, theta, len(self.velocity)), self.outer_steps)
-                self.keep(exchange, self.me)
+                exchange = Exchange(outer_gradient(self.phi, theta, len(self.velocity)), self.phi.clone(), self.outer_steps)
                 self.partners = tuple(member for member in self.group() if member not in self.away)
                 for peer in self.partners:
                     if peer != self.me:
                         ctx.send(peer, exchange)
-                self.step_when_complete(ctx)
-            case Exchange(outer_step=outer_step) if self.asked or outer_step < self.outer_steps:
+                ctx.after(0.0, exchange)
+            case Exchange(outer_step=outer_step) | Refused(update=Exchange(outer_step=outer_step)) if (
+                self.asked or outer_step < self.outer_steps
+            ):
                 ctx.send(sender, Passed(outer_step))
-            case Exchange():
-                self.keep(message, sender)
-                self.step_when_complete(ctx)
+            case Exchange(outer_step=outer_step):
+                self.keep(outer_step, sender, message, ctx)
+            case Refused(update=Exchange(outer_step=outer_step)):
+                self.keep(outer_step, sender, None, ctx)
             case Passed(outer_step=self.outer_steps):
                 self.go_without(sender, ctx)
             case Lost(node=node):
@@ -144,11 +163,12 @@ class Worker(Actor):
         # There is no server that could tell the common progress: my own count stands for everybody's.
         ctx.train(self.phi, self.steps, progress=self.outer_steps * self.steps * len(self.workers))
 
-    def keep(self, exchange: Exchange, sender: NodeId) -> None:
-        self.inbox.setdefault(exchange.outer_step, {})[sender] = exchange
+    def keep(self, outer_step: int, sender: NodeId, exchange: Exchange | None, ctx: Context) -> None:
+        self.inbox.setdefault(outer_step, {})[sender] = exchange
+        self.step_when_complete(ctx)
 
     def go_without(self, peer: NodeId, ctx: Context) -> None:
-        if self.partners is not None and peer not in self.inbox[self.outer_steps]:
+        if self.partners is not None and peer not in self.inbox.get(self.outer_steps, {}):
             self.partners = tuple(member for member in self.partners if member != peer)
             self.step_when_complete(ctx)
 
@@ -156,7 +176,7 @@ class Worker(Actor):
         received = self.inbox.get(self.outer_steps, {})
         if self.partners is None or any(member not in received for member in self.partners):
             return
-        exchanges = [received[member] for member in self.partners]
+        exchanges = [exchange for member in self.partners if (exchange := self.part_of(member, received[member])) is not None]
         config = self.config
         gossip(
             self.phi,
@@ -173,8 +193,14 @@ class Worker(Actor):
         del self.inbox[self.outer_steps]
         self.partners = None
         self.outer_steps += 1
-        self.absorbed += self.steps
+        self.absorbed += self.steps if received[self.me] is not None else 0
         self.train(ctx)
+
+    def part_of(self, member: NodeId, exchange: Exchange | None) -> Exchange | None:
+        """What a member brings to the outer step: nothing if that was refused, and I in that case my φ, unmoved."""
+        if exchange is None and member == self.me:
+            return Exchange(outer_gradient(self.phi, self.phi, len(self.velocity)), self.phi, self.outer_steps)
+        return exchange
 
     def group(self) -> Group:
         """My group in this outer step, in rank order: the same on every member, from the shared seed alone."""
@@ -189,7 +215,7 @@ class Worker(Actor):
     def waits_for(self) -> str:
         if self.asked is not None:
             return f"the weights of {self.asked}"
-        missing = [str(peer) for peer in self.partners or () if peer not in self.inbox[self.outer_steps]]
+        missing = [str(peer) for peer in self.partners or () if peer not in self.inbox.get(self.outer_steps, {})]
         return f"the exchange of outer step {self.outer_steps} from {', '.join(missing)}"
 
 

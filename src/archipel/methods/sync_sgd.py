@@ -20,6 +20,10 @@ class Config(MethodConfig):
 
 @dataclass(kw_only=True)
 class Worker(Member):
+    """`averaged` is how many gradients are in the step that I am taking."""
+
+    averaged: int = 0
+
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
             case Start():
@@ -27,14 +31,18 @@ class Worker(Member):
             case Gradient(vector=gradient):
                 if self.computed(ctx):
                     ctx.all_reduce(self.group, gradient, self.number)
-            case Reduced(mean=gradient, group=group, round=self.number):
+            case Reduced(mean=gradient, group=group, round=self.number, refused=refused):
                 self.agree(group)
-                self.computing = True
-                ctx.apply(self.theta, gradient, self.progress)
+                self.averaged = len(group) - len(refused)
+                if self.averaged:
+                    self.computing = True
+                    ctx.apply(self.theta, gradient, self.progress)
+                else:  # the mean is nobody's: no step in this round, the next batch
+                    self.next_round(ctx)
             case Trained(theta=theta):
                 if self.computed(ctx):
                     self.theta = theta
-                    self.progress += len(self.group)
+                    self.progress += self.averaged
                     self.next_round(ctx)
             case _:
                 self.upon_membership(message, sender, ctx)

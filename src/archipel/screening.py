@@ -1,0 +1,70 @@
+"""Which updates a receiver does without: those that are not finite, or absurdly large beside the ones before.
+
+What belongs here: the rule, as a pure function of the updates that one receiver has seen. What does not: who is told that an update
+is refused (the engines), and what a method does then.
+
+One bad update is enough to spoil a model for good, and a sender cannot be trusted to notice: a broken memory cell, a file with
+garbage in it, an inner optimizer that has gone astray. A median is what a few bad ones cannot move.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from archipel.actor import Update, Vector
+
+
+class ScreeningConfig(BaseModel):
+    """The section `bad_updates` of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    multiple: float = Field(1000.0, gt=1, description="an update is refused if its norm is more than so many times the median")
+    window: int = Field(64, ge=1, description="the median is over so many accepted updates, the last ones")
+    warm_up: int = Field(8, ge=1, description="accepted updates before the first one can be too large")
+
+
+@dataclass
+class Screen:
+    """What one receiver has accepted so far.
+
+    Attributes:
+        norms: of the last `window` accepted updates.
+        accepted: how many there were in all.
+    """
+
+    config: ScreeningConfig
+    norms: list[float] = field(default_factory=list)
+    accepted: int = 0
+
+    def refuses(self, vectors: Sequence[Vector], parameters: int) -> str | None:
+        """Why an update is refused; None if it is accepted.
+
+        Args:
+            vectors: all that it carries; the first one is its gradient.
+            parameters: leading entries of the gradient that are parameters. Behind them lie buffers, which are values and have no
+                usual size: a running variance of 10⁶ is fine.
+        """
+        if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
+            return "it is not finite"
+        # In double precision: the square of a finite fp32 number need not be one.
+        norm = float(torch.linalg.vector_norm(vectors[0][:parameters], dtype=torch.float64))
+        if self.accepted >= self.config.warm_up:
+            median = statistics.median(self.norms)
+            # As long as nothing has moved, nothing is too large.
+            if 0 < median * self.config.multiple < norm:
+                times, last = f"{norm / median:.3g} times", len(self.norms)
+                return f"its norm {norm:.3g} is {times} the running median {median:.3g} of the last {last}"
+        self.accepted += 1
+        self.norms = [*self.norms, norm][-self.config.window :]
+        return None
+
+
+def vectors_of(update: Update) -> list[Vector]:
+    """All vectors of an update, its gradient first."""
+    return [value for part in fields(update) if isinstance(value := getattr(update, part.name), Tensor)]
