@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -281,6 +282,7 @@ def latency_command(
 def fuzz_command(
     schedules: Annotated[int, typer.Option(min=1, help="Random runs, each with faults of its own.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    processes: Annotated[int | None, typer.Option(min=1, help="Default: one a core. The result is the same.")] = None,
     as_json: Json = False,
 ) -> None:
     """Do the invariants hold whatever goes wrong? Random topologies, methods and faults; nothing is trained."""
@@ -289,15 +291,14 @@ def fuzz_command(
         if done % max(1, schedules // 10) == 0:
             _say(f"{done:,}/{schedules:,} schedules, {failed} violations")
 
-    failures = fuzz.fuzz(schedules, seed, progress)
+    outcomes = fuzz.fuzz(schedules, seed, processes or os.cpu_count() or 1, progress)
+    failures = fuzz.failures(outcomes)
     if as_json:
         found = [asdict(failure) for failure in failures]
         print(json.dumps({"schedules": schedules, "violations": len(failures), "failures": found}))
     else:
-        for failure in failures:
-            text = f"{failure.message}\n  echo '{failure.recipe}' | archipel run /dev/stdin"
+        for text in fuzz.report(outcomes):
             out_console.print(text, soft_wrap=True, markup=False, highlight=False)
-        out_console.print(f"{schedules:,} schedules, {len(failures)} violations", highlight=False)
     if failures:
         sys.exit(1)
 
