@@ -83,10 +83,16 @@ def _map(processes: int) -> Iterator[Callable[[Callable[[int], Outcome], Iterabl
     if processes == 1:
         yield map
         return
-    # Not forked: torch has threads by now. On Ctrl-C the others finish the few runs that they have, in silence.
-    context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
-    with ProcessPoolExecutor(processes, context, initializer=signal.signal, initargs=ignore) as pool:
-        yield pool.map
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:  # not forked: torch has threads by now
+
+        def started(function: Callable[[int], Outcome], items: Iterable[int]) -> Iterator[Outcome]:
+            usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others inherit that, and leave Ctrl-C to this process
+            try:
+                return pool.map(function, items)
+            finally:
+                signal.signal(signal.SIGINT, usual)
+
+        yield started
 
 
 def _nth(seed: int, i: int) -> Outcome:
