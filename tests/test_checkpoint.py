@@ -12,8 +12,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -460,11 +459,9 @@ def files(directory: Path) -> dict[str, bytes]:
 class Workshop:
     """Runs to be stopped, with the pools they need, and what they leave if nobody stops them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, pools: Callable[..., Pool | None]) -> None:
+        self.folder, self.pool = folder, pools
         (folder / "normed.py").write_text(NORMED)
-        self.stack = ExitStack()
-        self.pools: dict[object, Pool | None] = {}
         self.left: dict[str, tuple[int, dict[str, bytes]]] = {}
 
     def recipe(self, kind: str) -> Recipe:
@@ -472,12 +469,6 @@ class Workshop:
         if fields.get("task") == "normed":
             fields["task"] = f"{self.folder}/normed.py:make"
         return recipe(kind.split(",")[0], **fields)
-
-    def pool(self, recipe: Recipe, processes: int = 1) -> Pool | None:
-        key = repr((recipe.task, recipe.pipeline, processes))
-        if key not in self.pools:
-            self.pools[key] = self.stack.enter_context(experiment.open_pool(recipe, processes))
-        return self.pools[key]
 
     def unstopped(self, kind: str) -> tuple[int, dict[str, bytes]]:
         """The number of events of a run that nobody stops, and its files."""
@@ -507,10 +498,8 @@ class Workshop:
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    shop = Workshop(tmp_path_factory.mktemp("runs"))
-    with shop.stack:
-        yield shop
+def workshop(tmp_path_factory: pytest.TempPathFactory, pools: Callable[..., Pool | None]) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("runs"), pools)
 
 
 def stops(events: int) -> st.SearchStrategy[list[int]]:
