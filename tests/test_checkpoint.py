@@ -375,10 +375,12 @@ def test_what_a_crash_left_half_written_is_cleared_away(folder: Path) -> None:
         ("1_000", Every(tokens=1000)),
         ("600s", Every(seconds=600)),
         ("0.5s", Every(seconds=0.5)),
+        ("0.00000001s", Every(seconds=1e-8)),
     ],
 )
 def test_how_often(text: str, every: Every) -> None:
     assert parse_every(text) == every
+    assert parse_every(str(every)) == every
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-5", "1.5", "10m", "s", "nan", "1e6"])
@@ -642,9 +644,9 @@ def saved_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The inner steps at which checkpoints are saved from now on."""
     save, found = experiment.save_checkpoint, []
 
-    def saving(directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float) -> Path:
+    def saving(directory: Path, recipe: Recipe, simulator: Simulator, *rest: Any) -> Path:
         found.append(simulator.absorbed)
-        return save(directory, recipe, simulator, wall_s)
+        return save(directory, recipe, simulator, *rest)
 
     monkeypatch.setattr(experiment, "save_checkpoint", saving)
     return found
@@ -665,6 +667,26 @@ def test_every_so_many_seconds(archipel: Any, tmp_path: Path, monkeypatch: pytes
     assert archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path)[0] == 0
     assert len(found) >= 2
     assert not (tmp_path / "halos-seed0" / "checkpoint").exists()
+
+
+def test_resume_saves_as_often_as_before(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the run that had not begun; and an option changes it."""
+    now = itertools.count()
+    monkeypatch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
+    seen: list[Every | None] = []
+    simulate = experiment.simulate
+    monkeypatch.setattr(experiment, "simulate", lambda *a, every, **b: (seen.append(every), simulate(*a, every=every, **b)))
+    interrupt_at(100, monkeypatch)
+    out = ("--out", tmp_path)
+    assert archipel(*TIMED, "--methods", "halos,diloco", "--checkpoint-every", "2000.5s", *out)[0] == 130
+    for copy in ("again", "other"):
+        shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{copy}"))
+    assert archipel("resume", tmp_path)[0] == 0
+    assert archipel("resume", f"{tmp_path}-again", "--checkpoint-every", "3000s")[0] == 0
+    (tmp_path.with_name(f"{tmp_path.name}-other") / "halos-seed0/checkpoint/event-000000000100/manifest.json").write_text("{}")
+    assert archipel("resume", f"{tmp_path}-other")[0] == 2  # nothing sound to ask
+    first, second = Every(seconds=2000.5), Every(seconds=3000.0)
+    assert seen == [first, first, first, second, second, None, None]
 
 
 def test_tokens_need_a_task(archipel: Any, tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+import archipel
 from archipel import experiment, fuzz, latency, methods, report, studies, theory, theory_plots
-from archipel.checkpoint import Every, parse_every
+from archipel.checkpoint import Every, noted_every, parse_every
 from archipel.errors import Diverged, TrainingError, UserError, nearest
 from archipel.faults import FaultsConfig
 from archipel.pool import Pool
@@ -60,6 +61,22 @@ app = typer.Typer(
 )
 out_console = Console()
 log_console = Console(stderr=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"archipel {archipel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def archipel_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and do nothing else.")
+    ] = False,
+) -> None:
+    """What all commands have."""
+
 
 SECTIONS: dict[str, type[BaseModel]] = {"run": RunConfig, "pipeline": PipelineConfig, "live": LiveConfig}
 """Sections of a recipe that have one kind of settings."""
@@ -134,8 +151,7 @@ def resume(
     checkpoint_every: CheckpointEvery = None,
     as_json: Json = False,
 ) -> None:
-    """Go on with runs that were stopped, as if they had not been: the same files, to the bit."""
-    every = None if checkpoint_every is None else parse_every(checkpoint_every)
+    """Go on with runs that were stopped, as if they had not been: the same files, to the bit. They are saved as often as before."""
     recipes = {path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)}
     if not recipes:
         raise UserError(
@@ -144,6 +160,8 @@ def resume(
         )
     for path, recipe in recipes.items():
         experiment.check_resumable(path, recipe)
+    noted = [every for path in recipes if (every := noted_every(path / experiment.CHECKPOINTS))]  # runs of one command have one
+    every = next(iter(noted), None) if checkpoint_every is None else parse_every(checkpoint_every)
     diverged: list[str] = []
     with progress_of() as begin:
         # Runs of one comparison share a pool.
