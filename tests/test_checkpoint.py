@@ -29,6 +29,7 @@ from archipel.actor import NodeId, Start
 from archipel.checkpoint import Decoder, Encoder, Every, Surroundings, parse_every
 from archipel.errors import TrainingError, UserError
 from archipel.methods import halos
+from archipel.metrics import Recorder
 from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
 from archipel.simulator import Simulator
@@ -621,6 +622,22 @@ def test_a_folder_of_the_users_is_not_taken_for_a_run(archipel: Any, tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "notes.txt"}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_ctrl_c_in_the_middle_of_each_method(
+    name: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real inner steps are under way, and evaluations."""
+    events, left = workshop.unstopped(name)
+    one, directory = workshop.recipe(name), tmp_path / "run"
+    interrupt_at(events // 2, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.simulate(one, workshop.pool(one), directory)
+    assert json.loads((directory / "summary.json").read_text())["stopped"] == "interrupted"
+    assert len(checkpoint.checkpoints(directory / "checkpoint")) == 1
+    assert experiment.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
+    assert files(directory) == left
+
+
 def test_a_second_ctrl_c_does_not_wait(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(700, monkeypatch, times=2)
     assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path)[0] == 130
@@ -729,6 +746,26 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_be_resumed(
     assert lines[0].startswith(f"archipel: warning: checkpoint refused: {kept[-1]}/state.json has 2 bytes and should have ")
     assert lines[0].endswith(f"; going on from {kept[0]}")
     assert files(directory).items() >= files(tmp_path / "whole" / "halos-seed0").items()  # and a report
+
+
+def test_a_disk_that_is_full_at_the_end_costs_nothing_that_was_saved(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path / "whole")[0] == 0
+    directory, now = tmp_path / "out" / "halos-seed0", itertools.count()
+
+    def full(recorder: Recorder, path: Path) -> None:
+        path.write_text("half of")
+        raise OSError(errno.ENOSPC, "No space left on device", str(directory / "metrics.jsonl"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
+        patch.setattr(Recorder, "write_metrics", full)
+        code, lines = archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out")
+    assert (code, lines[-1]) == (1, f"archipel: {directory}/metrics.jsonl: No space left on device")
+    assert {path.name for path in directory.iterdir()} == {"recipe.yaml", "checkpoint"}
+    assert archipel("resume", directory)[0] == 0
+    assert files(directory).items() >= files(tmp_path / "whole" / "halos-seed0").items()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(

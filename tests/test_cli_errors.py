@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from archipel import cli
+from archipel import cli, experiment
 
 TOO_LITTLE = (
     "are too little: training, and validation on about a twentieth of them, each need 65 bytes (task.sequence and one more); "
@@ -320,6 +321,17 @@ def test_an_output_that_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"archipel: --out {out}: File exists\n"
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_an_output_that_cannot_be_written_to(refused: Any, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A folder that is read-only is noticed before anything runs. Root may write anywhere, so the system's answer is made up."""
+
+    def refuse(dir: Path) -> None:
+        raise OSError(code, os.strerror(code), str(dir))
+
+    monkeypatch.setattr(experiment.tempfile, "TemporaryFile", refuse)
+    assert refused(*COMPARE, "halos") == f"--out DIR/out: {os.strerror(code)}"
 
 
 def test_a_long_line_is_not_wrapped(refused: Any) -> None:

@@ -571,6 +571,21 @@ def test_random_faults_come_at_their_rates_and_from_their_seed() -> None:
     assert all(fault.at_s < 36_000 for fault in drawn)
 
 
+@pytest.mark.parametrize("method", ALL)
+def test_a_recipe_may_leave_its_faults_to_chance(method: str) -> None:
+    """The same seed, the same run; another one, another."""
+    rates = {f"{kind}_per_hour": 60.0 for kind in ("slow", "crashes", "losses", "delays", "duplicates", "links_down", "partitions")}
+
+    def ran(seed: int) -> tuple[int, int, float]:
+        drawn = {"seed": seed, "until_s": 150.0, "mean_s": 10.0, **rates}
+        sim = simulated(method, seconds=200.0, faults={"random": drawn, "deadline_s": 5.0, "save_every_s": 10.0})
+        assert sim.faults is not None
+        assert {type(fault) for fault in sim.faults.faults} > {Crash, Slow}
+        return sim.absorbed, sim.events, sim.recorder.sent_bytes
+
+    assert ran(0) == ran(0) != ran(1)
+
+
 def test_a_recipe_with_faults_comes_back_from_its_yaml() -> None:
     import yaml
 
