@@ -12,8 +12,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,6 +29,7 @@ from archipel.actor import NodeId, Start
 from archipel.checkpoint import Decoder, Encoder, Every, Surroundings, parse_every
 from archipel.errors import TrainingError, UserError
 from archipel.methods import halos
+from archipel.metrics import Recorder
 from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
 from archipel.simulator import Simulator
@@ -376,10 +376,12 @@ def test_what_a_crash_left_half_written_is_cleared_away(folder: Path) -> None:
         ("1_000", Every(tokens=1000)),
         ("600s", Every(seconds=600)),
         ("0.5s", Every(seconds=0.5)),
+        ("0.00000001s", Every(seconds=1e-8)),
     ],
 )
 def test_how_often(text: str, every: Every) -> None:
     assert parse_every(text) == every
+    assert parse_every(str(every)) == every
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-5", "1.5", "10m", "s", "nan", "1e6"])
@@ -460,11 +462,9 @@ def files(directory: Path) -> dict[str, bytes]:
 class Workshop:
     """Runs to be stopped, with the pools they need, and what they leave if nobody stops them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, pools: Callable[..., Pool | None]) -> None:
+        self.folder, self.pool = folder, pools
         (folder / "normed.py").write_text(NORMED)
-        self.stack = ExitStack()
-        self.pools: dict[object, Pool | None] = {}
         self.left: dict[str, tuple[int, dict[str, bytes]]] = {}
 
     def recipe(self, kind: str) -> Recipe:
@@ -472,12 +472,6 @@ class Workshop:
         if fields.get("task") == "normed":
             fields["task"] = f"{self.folder}/normed.py:make"
         return recipe(kind.split(",")[0], **fields)
-
-    def pool(self, recipe: Recipe, processes: int = 1) -> Pool | None:
-        key = repr((recipe.task, recipe.pipeline, processes))
-        if key not in self.pools:
-            self.pools[key] = self.stack.enter_context(experiment.open_pool(recipe, processes))
-        return self.pools[key]
 
     def unstopped(self, kind: str) -> tuple[int, dict[str, bytes]]:
         """The number of events of a run that nobody stops, and its files."""
@@ -507,10 +501,8 @@ class Workshop:
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    shop = Workshop(tmp_path_factory.mktemp("runs"))
-    with shop.stack:
-        yield shop
+def workshop(tmp_path_factory: pytest.TempPathFactory, pools: Callable[..., Pool | None]) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("runs"), pools)
 
 
 def stops(events: int) -> st.SearchStrategy[list[int]]:
@@ -630,6 +622,22 @@ def test_a_folder_of_the_users_is_not_taken_for_a_run(archipel: Any, tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "notes.txt"}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_ctrl_c_in_the_middle_of_each_method(
+    name: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real inner steps are under way, and evaluations."""
+    events, left = workshop.unstopped(name)
+    one, directory = workshop.recipe(name), tmp_path / "run"
+    interrupt_at(events // 2, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.simulate(one, workshop.pool(one), directory)
+    assert json.loads((directory / "summary.json").read_text())["stopped"] == "interrupted"
+    assert len(checkpoint.checkpoints(directory / "checkpoint")) == 1
+    assert experiment.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
+    assert files(directory) == left
+
+
 def test_a_second_ctrl_c_does_not_wait(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_at(700, monkeypatch, times=2)
     assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path)[0] == 130
@@ -653,9 +661,9 @@ def saved_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The inner steps at which checkpoints are saved from now on."""
     save, found = experiment.save_checkpoint, []
 
-    def saving(directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float) -> Path:
+    def saving(directory: Path, recipe: Recipe, simulator: Simulator, *rest: Any) -> Path:
         found.append(simulator.absorbed)
-        return save(directory, recipe, simulator, wall_s)
+        return save(directory, recipe, simulator, *rest)
 
     monkeypatch.setattr(experiment, "save_checkpoint", saving)
     return found
@@ -676,6 +684,26 @@ def test_every_so_many_seconds(archipel: Any, tmp_path: Path, monkeypatch: pytes
     assert archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path)[0] == 0
     assert len(found) >= 2
     assert not (tmp_path / "halos-seed0" / "checkpoint").exists()
+
+
+def test_resume_saves_as_often_as_before(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the run that had not begun; and an option changes it."""
+    now = itertools.count()
+    monkeypatch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
+    seen: list[Every | None] = []
+    simulate = experiment.simulate
+    monkeypatch.setattr(experiment, "simulate", lambda *a, every, **b: (seen.append(every), simulate(*a, every=every, **b)))
+    interrupt_at(100, monkeypatch)
+    out = ("--out", tmp_path)
+    assert archipel(*TIMED, "--methods", "halos,diloco", "--checkpoint-every", "2000.5s", *out)[0] == 130
+    for copy in ("again", "other"):
+        shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{copy}"))
+    assert archipel("resume", tmp_path)[0] == 0
+    assert archipel("resume", f"{tmp_path}-again", "--checkpoint-every", "3000s")[0] == 0
+    (tmp_path.with_name(f"{tmp_path.name}-other") / "halos-seed0/checkpoint/event-000000000100/manifest.json").write_text("{}")
+    assert archipel("resume", f"{tmp_path}-other")[0] == 2  # nothing sound to ask
+    first, second = Every(seconds=2000.5), Every(seconds=3000.0)
+    assert seen == [first, first, first, second, second, None, None]
 
 
 def test_tokens_need_a_task(archipel: Any, tmp_path: Path) -> None:
@@ -718,6 +746,26 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_be_resumed(
     assert lines[0].startswith(f"archipel: warning: checkpoint refused: {kept[-1]}/state.json has 2 bytes and should have ")
     assert lines[0].endswith(f"; going on from {kept[0]}")
     assert files(directory).items() >= files(tmp_path / "whole" / "halos-seed0").items()  # and a report
+
+
+def test_a_disk_that_is_full_at_the_end_costs_nothing_that_was_saved(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path / "whole")[0] == 0
+    directory, now = tmp_path / "out" / "halos-seed0", itertools.count()
+
+    def full(recorder: Recorder, path: Path) -> None:
+        path.write_text("half of")
+        raise OSError(errno.ENOSPC, "No space left on device", str(directory / "metrics.jsonl"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
+        patch.setattr(Recorder, "write_metrics", full)
+        code, lines = archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out")
+    assert (code, lines[-1]) == (1, f"archipel: {directory}/metrics.jsonl: No space left on device")
+    assert {path.name for path in directory.iterdir()} == {"recipe.yaml", "checkpoint"}
+    assert archipel("resume", directory)[0] == 0
+    assert files(directory).items() >= files(tmp_path / "whole" / "halos-seed0").items()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from archipel import cli
+from archipel import __version__, cli
 
 RUN_KEYS = {
     "method", "label", "seed", "time_s", "inner_steps", "tokens", "outer_steps", "messages", "sent_bytes", "slow_link_bytes",
@@ -136,6 +136,12 @@ def test_a_method_of_ones_own_is_one_file(archipel: Any, tmp_path: Path) -> None
     assert answer.code == 0, answer.err
     runs = {run["label"]: run for run in json.loads(answer.out)["runs"]}
     assert runs["local_sgd"]["time_s"] == runs["diloco"]["time_s"]
+
+
+def test_the_version_is_printed_alone(archipel: Any) -> None:
+    answer = archipel("--version")
+    assert (answer.code, answer.out, answer.err) == (0, f"archipel {__version__}\n", "")
+    assert "Train one model over slow links" in archipel("--help").out
 
 
 def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any, tmp_path: Path) -> None:

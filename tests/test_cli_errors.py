@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archipel import cli
+from archipel import cli, experiment
 
+TOO_LITTLE = (
+    "are too little: training, and validation on about a twentieth of them, each need 65 bytes (task.sequence and one more); "
+    "give more text or a shorter sequence"
+)
 COMPARE = ("compare", "--task", "none", "--steps", "2000", "--methods")
 
 
@@ -63,7 +69,7 @@ def test_what_is_right_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ("diloco+dynamic", "--methods diloco+dynamic: diloco has no flag 'dynamic' (did you mean 'dynamic_steps'?); "
                            "its flags: dynamic_steps"),
         ("sync_sgd+fast", "--methods sync_sgd+fast: sync_sgd has no flag 'fast'; its flags: none"),
-        ("no/own.py", "method = 'no/own.py': there is no file 'no/own.py'"),
+        ("no/own.py", f"method = 'no/own.py': there is no file 'no/own.py' (relative to {Path.cwd()})"),
     ],
 )  # fmt: skip
 def test_methods_that_cannot_be_compared(refused: Any, methods: str, text: str) -> None:
@@ -116,12 +122,85 @@ def test_tasks_that_cannot_be_made(refused: Any, tmp_path: Path, task: str, text
     ("override", "text"),
     [
         ("task.path=DIR/nowhere", "task.path: there is no file or folder 'DIR/nowhere'"),
-        ("task.path=DIR/short", "DIR/short: 1 files with 5 bytes are too little: training and validation each need 65 bytes"),
+        ("task.path=DIR/short", f"DIR/short: 1 files with 5 bytes {TOO_LITTLE}"),
+        ("task.path=DIR/nothing", f"DIR/nothing: 1 files with 0 bytes {TOO_LITTLE}"),
+        ("task.path=DIR/empty", f"DIR/empty: 0 files with 0 bytes {TOO_LITTLE}"),
+        ("task.path=DIR/to-nothing", "task.path: there is no file or folder 'DIR/to-nothing'"),
+        ("task.path=DIR/linked", "DIR/linked: cannot read DIR/linked/gone: No such file or directory"),
+        ("task.path=DIR/one-class\ntask.dirichlet=0.5", "task.dirichlet: DIR/one-class (2 files, 0.0 MB, sha256 afa8b858) has one "
+                                                        "class of documents only, so regions cannot differ"),
+        ("task.path=nowhere", f"task.path: there is no file or folder 'nowhere' (relative to {Path.cwd()})"),
+        ("task.path=", "task.path = None: should be a valid string"),
     ],
-)
-def test_texts_that_cannot_be_had(refused: Any, tmp_path: Path, override: str, text: str) -> None:
+)  # fmt: skip
+def test_texts_that_cannot_be_had(refused: Any, texts: Path, override: str, text: str) -> None:
+    sets = [part for line in override.splitlines() for part in ("--set", line)]
+    assert refused("compare", "--methods", "halos", "--task", "text", *sets) == text
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Texts of which there is nothing to be made, in a folder."""
     (tmp_path / "short").write_text("short")
-    assert refused("compare", "--methods", "halos", "--task", "text", "--set", override) == text
+    (tmp_path / "nothing").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "to-nothing").symlink_to("nowhere")
+    for folder in ("linked", "one-class/a", "one-class/b"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "linked" / "gone").symlink_to("nowhere")
+    (tmp_path / "one-class" / "a" / "empty").touch()
+    (tmp_path / "one-class" / "b" / "long").write_text("long enough " * 200)
+    return tmp_path
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize(("locked", "named"), [("linked/locked", "linked/locked"), ("linked", "linked")])
+def test_texts_that_may_not_be_read(refused: Any, texts: Path, locked: str, named: str) -> None:
+    (texts / "linked" / "gone").unlink()
+    (texts / "linked" / "locked").touch()
+    (texts / locked).chmod(0)
+    try:
+        text = refused("compare", "--methods", "halos", "--task", "text", "--set", "task.path=DIR/linked")
+    finally:
+        (texts / locked).chmod(0o700)
+    assert text == f"DIR/linked: cannot read DIR/{named}: Permission denied"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"def make(:", "SyntaxError: invalid syntax"),
+        (b"x = '\xff'", "SyntaxError: (unicode error) 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"import nonsuch", "ModuleNotFoundError: No module named 'nonsuch'"),
+        (b"x = 1 // 0", "ZeroDivisionError: integer division or modulo by zero"),
+    ],
+    ids=["no Python", "no UTF-8", "no such module", "an exception"],
+)
+def test_files_of_the_users_that_cannot_be_imported(refused: Any, tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / "own.py").write_bytes(content)
+    why = f"importing it failed at DIR/own.py:1: {text}"
+    assert refused("compare", "--methods", "halos", "--task", "DIR/own.py:make") == f"task.name = 'DIR/own.py:make': {why}"
+    assert refused(*COMPARE, "DIR/own.py") == f"method = 'DIR/own.py': {why}"
+
+
+@pytest.mark.parametrize("command", [("run",), (*COMPARE, "halos", "--topology")], ids=["recipe", "topology file"])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda path: None, ": No such file or directory"),
+        (lambda path: path.mkdir(), ": Is a directory"),
+        (lambda path: path.symlink_to("nowhere"), ": No such file or directory"),
+        (
+            lambda path: path.write_bytes(b"\xff"),
+            " is not YAML: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
+    ],
+    ids=["missing", "a folder", "a link to nothing", "no UTF-8"],
+)
+def test_files_that_cannot_be_read(refused: Any, tmp_path: Path, command: Any, make: Any, text: str) -> None:
+    make(tmp_path / "x.yaml")
+    what = "recipe" if command == ("run",) else "topology file"
+    assert refused(*command, "DIR/x.yaml") == f"{what} DIR/x.yaml{text}"
 
 
 def test_heads_that_do_not_divide_the_width(refused: Any, tmp_path: Path) -> None:
@@ -248,6 +327,17 @@ def test_an_output_that_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert stop.value.code == 2
     assert capsys.readouterr().err == f"archipel: --out {out}: File exists\n"
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_an_output_that_cannot_be_written_to(refused: Any, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A folder that is read-only is noticed before anything runs. Root may write anywhere, so the system's answer is made up."""
+
+    def refuse(dir: Path) -> None:
+        raise OSError(code, os.strerror(code), str(dir))
+
+    monkeypatch.setattr(experiment.tempfile, "TemporaryFile", refuse)
+    assert refused(*COMPARE, "halos") == f"--out DIR/out: {os.strerror(code)}"
 
 
 def test_a_long_line_is_not_wrapped(refused: Any) -> None:

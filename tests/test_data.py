@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -139,14 +140,54 @@ def test_each_top_level_folder_is_a_class(tmp_path: Path) -> None:
 
 def test_the_order_of_files_is_that_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {f"{name}.txt": name.encode() * 40 for name in "bac"})
-    found = list(tmp_path.rglob("*"))
-    monkeypatch.setattr(Path, "rglob", lambda self, pattern: sorted(found, reverse=True))
+    monkeypatch.setattr(data, "_visible", lambda folder: sorted(folder.iterdir(), reverse=True))
     assert folder_corpus(tmp_path, length=2).train.tobytes() == b"a" * 38 + b"b" * 38 + b"c" * 38
 
 
 def test_a_class_that_is_too_short_for_a_sequence_is_left_out(tmp_path: Path) -> None:
     corpus = folder_corpus(write(tmp_path, {"x/1": b"x" * 400, "y/1": b"y" * 19}), length=20)
     assert set(corpus.train.tobytes()) == {ord("x")}
+
+
+def test_an_empty_file_is_a_class_of_nothing_and_is_left_out(tmp_path: Path) -> None:
+    corpus = folder_corpus(write(tmp_path, {"x/1": b"", "y/1": b"y" * 400, "z/1": b"z" * 400}), length=20)
+    assert len(corpus.class_weights) == 2
+    assert set(corpus.train.tobytes()) == set(b"yz")
+
+
+def test_text_may_be_any_bytes_for_each_is_a_token(tmp_path: Path) -> None:
+    """Invalid UTF-8 is text like any other: nothing is decoded, and no byte is outside the vocabulary."""
+    corpus = folder_corpus(write(tmp_path, {"a": bytes(range(256)) * 4, "b": b"\xff\xfe\xc3(" * 100}), length=20)
+    assert set(corpus.train.tolist()) == set(range(corpus.vocabulary)) == set(range(256))
+
+
+def test_links_lead_to_files_and_not_in_circles(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"books/a": b"a" * 400, "elsewhere": b"b" * 400}) / "books"
+    (folder / "link").symlink_to("../elsewhere")
+    (folder / "circle").symlink_to(".")
+    assert set(folder_corpus(folder, length=5).train.tobytes()) == set(b"ab")
+
+
+def test_a_link_to_nothing_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (write(tmp_path, {"a": b"a" * 400}) / "gone").symlink_to("nowhere")
+    with pytest.raises(UserError) as error:
+        folder_corpus(tmp_path, length=5)
+    assert str(error.value) == f"{tmp_path}: cannot read {tmp_path / 'gone'}: No such file or directory"
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    write(tmp_path, {"a": b"a" * 400, "locked/b": b"b" * 400})
+    with pytest.raises(UserError) as error:
+        folder_corpus(tmp_path, length=5)
+    assert str(error.value) == f"{tmp_path}: cannot read {tmp_path / 'locked'}: Permission denied"
 
 
 def test_hidden_files_are_left_out(tmp_path: Path) -> None:
@@ -192,7 +233,7 @@ def test_the_standard_library_of_this_python_is_a_corpus_of_many_classes() -> No
 def test_a_missing_path_is_named() -> None:
     with pytest.raises(UserError) as error:
         folder_corpus(Path("no/such/place"), length=5)
-    assert str(error.value) == "task.path: there is no file or folder 'no/such/place'"
+    assert str(error.value) == f"task.path: there is no file or folder 'no/such/place' (relative to {Path.cwd()})"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +244,10 @@ def test_a_missing_path_is_named() -> None:
 def test_too_little_text_is_refused_with_the_number(tmp_path: Path, files: dict[str, bytes], counts: str) -> None:
     with pytest.raises(UserError) as error:
         folder_corpus(write(tmp_path, files), length=5)
-    assert str(error.value) == f"{tmp_path}: {counts} are too little: training and validation each need 5 bytes"
+    assert str(error.value) == (
+        f"{tmp_path}: {counts} are too little: training, and validation on about a twentieth of them, each need 5 bytes "
+        f"(task.sequence and one more); give more text or a shorter sequence"
+    )
 
 
 def test_just_enough_text_is_a_corpus(tmp_path: Path) -> None:
@@ -318,6 +362,12 @@ def test_the_synthetic_source_is_the_same_every_time() -> None:
     one, other = markov_corpus(8, 2, tokens=10_000), markov_corpus(8, 2, tokens=10_000)
     assert np.array_equal(one.train, other.train)
     assert one.entropy_rate == other.entropy_rate
+
+
+def test_no_token_of_a_source_is_outside_the_vocabulary() -> None:
+    for vocabulary, sources in ((7, 3), (64, 4)):  # 7 = 3 · 2 and one that is never drawn
+        corpus = markov_corpus(vocabulary, sources, tokens=20_000)
+        assert max(corpus.train.max(), corpus.valid.max()) == vocabulary // sources * sources - 1
 
 
 def test_a_source_needs_two_tokens() -> None:

@@ -14,7 +14,7 @@ import torch
 from inline import Quadratic, workers_of
 from torch import Tensor
 
-from archipel import cli, experiment, faults, fuzz, methods
+from archipel import cli, experiment, faults, fuzz, invariants, methods
 from archipel.actor import Joined, Lost, Message, NodeId, Trained, World
 from archipel.errors import TrainingError, UserError
 from archipel.faults import Crash, Faults, LinkDown, Partition, RandomFaults, Slow, Window, end_s
@@ -631,6 +631,21 @@ def test_random_faults_come_at_their_rates_and_from_their_seed() -> None:
     assert all(fault.at_s < 36_000 for fault in drawn)
 
 
+@pytest.mark.parametrize("method", ALL)
+def test_a_recipe_may_leave_its_faults_to_chance(method: str) -> None:
+    """The same seed, the same run; another one, another."""
+    rates = {f"{kind}_per_hour": 60.0 for kind in ("slow", "crashes", "losses", "delays", "duplicates", "links_down", "partitions")}
+
+    def ran(seed: int) -> tuple[int, int, float]:
+        drawn = {"seed": seed, "until_s": 150.0, "mean_s": 10.0, **rates}
+        sim = simulated(method, seconds=200.0, faults={"random": drawn, "deadline_s": 5.0, "save_every_s": 10.0})
+        assert sim.faults is not None
+        assert {type(fault) for fault in sim.faults.faults} > {Crash, Slow}
+        return sim.absorbed, sim.events, sim.recorder.sent_bytes
+
+    assert ran(0) == ran(0) != ran(1)
+
+
 def test_a_recipe_with_faults_comes_back_from_its_yaml() -> None:
     import yaml
 
@@ -682,8 +697,61 @@ def test_a_live_run_makes_no_faults() -> None:
 # The fuzzer
 
 
-def test_a_hundred_random_schedules() -> None:
-    assert fuzz.fuzz(100, 0) == []
+def test_random_schedules_keep_the_invariants() -> None:
+    """`.ci/run` has a hundred, docs/reliability.md a thousand."""
+    assert fuzz.failures(fuzz.fuzz(10, 0)) == []
+
+
+@pytest.mark.slow
+def test_what_is_found_depends_on_the_seed_and_not_on_the_number_of_processes() -> None:
+    here = fuzz.fuzz(4, 0)
+    assert here == fuzz.fuzz(4, 0, processes=2)
+    assert here != fuzz.fuzz(4, 1)
+
+
+def outcome(method: str, kinds: set[str], checks: dict[str, int], failure: fuzz.Failure | None = None) -> fuzz.Outcome:
+    return fuzz.Outcome(method, frozenset(kinds), checks, failure)
+
+
+def test_the_table_counts_schedules_checks_and_violations() -> None:
+    wrong = fuzz.Failure("{}", "tokens", "invariant tokens: too many")
+    outcomes = [
+        outcome("halos", {"slow", "crash"}, {"clock": 1000, "tokens": 3}),
+        outcome("halos", {"crash"}, {"clock": 500, "tokens": 4}, wrong),
+        outcome("diloco", set(), {"clock": 20}),
+    ]
+    lines = list(fuzz.report(outcomes))
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    assert lines[0] == "invariant tokens: too many\n  echo '{}' | archipel run /dev/stdin"
+    assert cells[1] == ["schedules with", "async_local_sgd", "diloco", "halos", "noloco", "sync_sgd", "all"]
+    assert ["slow", "0", "0", "1", "0", "0", "1"] in cells
+    assert ["crash", "0", "0", "2 (1 violated)", "0", "0", "2 (1 violated)"] in cells
+    assert ["any", "0", "1", "2 (1 violated)", "0", "0", "3 (1 violated)"] in cells
+    assert ["clock", "0", "20", "1,500", "0", "0", "1,520"] in cells
+    assert ["tokens", "0", "0", "7 (1 violated)", "0", "0", "7 (1 violated)"] in cells
+    assert lines[-2].startswith("of 270 combinations of invariant, fault and method, never checked: update × slow")
+    assert lines[-2].endswith(" and 258 more")
+    assert lines[-1] == "3 schedules, 1 violations"
+
+
+def test_the_table_says_when_all_was_checked() -> None:
+    checks = dict.fromkeys(invariants.NAMES, 7)
+    outcomes = [outcome(name, set(fuzz.KINDS), {**checks, "bytes": 5 if name == "halos" else 9}) for name in ALL]
+    assert fuzz.coverage(outcomes) == (
+        "all 270 combinations of invariant, fault and method were checked, each 5 times or more (bytes × slow × halos)"
+    )
+
+
+def test_a_method_that_falls_over_is_a_violation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_local_sgd.Server, "upon", lambda *_: 1 // 0)
+    monkeypatch.setattr(methods, "names", lambda: ["async_local_sgd"])
+    [found] = fuzz.fuzz(1, 0)
+    assert found.failure is not None
+    assert (found.failure.invariant, found.failure.message) == (
+        "exception",
+        "ZeroDivisionError: integer division or modulo by zero",
+    )
+    assert fuzz.table([found])[-1] == ["exception", "0 (1 violated)", "0 (1 violated)"]
 
 
 def test_a_failure_is_shrunk_and_its_line_replays_it(
@@ -728,17 +796,25 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
 
 
 def test_fuzz_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(monkeypatch, "fuzz", "--schedules", "3", "--json") == 0
+    one = ("fuzz", "--processes", "1", "--schedules")
+    assert command(monkeypatch, *one, "3", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"schedules": 3, "violations": 0, "failures": []}
+    assert command(monkeypatch, *one, "3") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("schedules with  async_local_sgd  diloco ")
+    assert printed.splitlines()[-1] == "3 schedules, 0 violations"
     count_twice(monkeypatch)
     monkeypatch.setattr(methods, "names", lambda: ["async_local_sgd"])
-    assert command(monkeypatch, "fuzz", "--schedules", "1", "--json") == 1
+    assert command(monkeypatch, *one, "1", "--json") == 1
     answer = json.loads(capsys.readouterr().out)
+    assert list(answer) == ["schedules", "violations", "failures"]
+    assert list(answer["failures"][0]) == ["recipe", "invariant", "message"]
     assert (answer["schedules"], answer["violations"], answer["failures"][0]["invariant"]) == (1, 1, "tokens")
-    assert command(monkeypatch, "fuzz", "--schedules", "1") == 1
+    assert command(monkeypatch, *one, "1") == 1
     printed = capsys.readouterr().out
     assert "archipel run /dev/stdin" in printed
     assert answer["failures"][0]["recipe"] in printed
+    assert printed.splitlines()[-1] == "1 schedules, 1 violations"
 
 
 def test_invariants_are_checked_on_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -418,14 +419,17 @@ def staged_recipe(**fields: Any) -> Recipe:
     )
 
 
-def simulate(recipe: Recipe, out: Path, processes: int = 1) -> dict[str, Any]:
-    experiment.check_reachable(recipe)
-    with experiment.open_pool(recipe, processes) as pool:
-        return experiment.simulate(recipe, pool, out)
+@pytest.fixture
+def simulate(pools: Any) -> Callable[..., dict[str, Any]]:
+    def call(recipe: Recipe, out: Path, processes: int = 1) -> dict[str, Any]:
+        experiment.check_reachable(recipe)
+        return experiment.simulate(recipe, pools(recipe, processes), out)
+
+    return call
 
 
 @pytest.mark.parametrize("routing", ["random", "fixed"])
-def test_one_process_and_two_leave_the_same_files(routing: str, tmp_path: Path) -> None:
+def test_one_process_and_two_leave_the_same_files(simulate: Any, routing: str, tmp_path: Path) -> None:
     recipe = staged_recipe(pipeline={"stages": 2, "micro_batches": 2, "routing": routing})
     for processes in (1, 2):
         simulate(recipe, tmp_path / str(processes), processes)
@@ -433,7 +437,7 @@ def test_one_process_and_two_leave_the_same_files(routing: str, tmp_path: Path) 
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
-def test_a_noloco_run_has_no_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_noloco_run_has_no_collective(simulate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reduced: list[Any] = []
     collective = Simulator.all_reduce
 
@@ -451,7 +455,7 @@ def test_a_noloco_run_has_no_collective(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(reduced) == 3 * 8  # the counter counts
 
 
-def test_routes_bring_replicas_nearer_to_each_other(tmp_path: Path) -> None:
+def test_routes_bring_replicas_nearer_to_each_other(simulate: Any, tmp_path: Path) -> None:
     alone = {"name": "noloco", "inner_steps": 5, "group_size": 1, "alpha": 0.0, "beta": 1.0, "gamma": 0.0}
     spread = {
         routing: simulate(
@@ -462,7 +466,7 @@ def test_routes_bring_replicas_nearer_to_each_other(tmp_path: Path) -> None:
     assert 0 < spread["random"] < spread["fixed"]
 
 
-def test_a_single_replica_without_outer_step_is_plain_training_in_any_number_of_stages(tmp_path: Path) -> None:
+def test_a_single_replica_without_outer_step_is_plain_training_in_any_number_of_stages(simulate: Any, tmp_path: Path) -> None:
     losses = []
     for stages in (1, 2, 4):
         recipe = staged_recipe(
@@ -485,10 +489,9 @@ def test_a_default_model_in_stages_is_not_tied() -> None:
     assert staged_recipe(task={**SMALL, "tied": True}).task.tied is True  # type: ignore[attr-defined]
 
 
-def test_the_measured_profile_has_the_activations_of_a_batch() -> None:
-    recipe = staged_recipe(profile="measured")
-    with experiment.open_pool(recipe, 1) as pool:
-        assert experiment.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4  # batch, sequence, width, fp32
+def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None:
+    pool = pools(staged_recipe(profile="measured"))
+    assert experiment.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4  # batch, sequence, width, fp32
 
 
 @pytest.mark.parametrize(
@@ -521,7 +524,9 @@ def test_the_measured_profile_has_the_activations_of_a_batch() -> None:
         ),
     ],
 )
-def test_pipelines_that_cannot_run(fields: dict[str, Any], error: type[Exception], text: str, tmp_path: Path) -> None:
+def test_pipelines_that_cannot_run(
+    simulate: Any, fields: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+) -> None:
     with pytest.raises(error) as raised:
         simulate(staged_recipe(**fields), tmp_path / "run")
     assert text in str(raised.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,14 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, bytes]]:
+def left(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, bytes]]:
     """The files of every method's run with one process, with two, and once more with two."""
     out = tmp_path_factory.mktemp("pool")
     found = {}
     for size, processes in (("one", 1), ("two", 2), ("again", 2)):
-        with experiment.open_pool(recipe("halos"), processes) as pool:
-            for name in methods.names():
-                experiment.simulate(recipe(name), pool, out / size / name)
-                found[size, name] = files(out / size / name)
+        for name in methods.names():
+            experiment.simulate(recipe(name), pools(recipe(name), processes), out / size / name)
+            found[size, name] = files(out / size / name)
     return found
 
 
@@ -69,105 +67,118 @@ def test_it_learns(name: str, left: dict[tuple[str, str], dict[str, bytes]]) -> 
     assert losses[-1] < losses[0]
 
 
-def write_task(folder: Path, body: str) -> dict[str, str]:
-    """A user's task file: an image model with BatchNorm, and `body` as its loss."""
-    path = folder / "mytask.py"
-    path.write_text(
-        textwrap.dedent(
-            """
-            import torch
-            from torch import nn
-            from archipel import Task
+TASK_FILE = """
+import torch
+from torch import nn
+from archipel import Task
 
-            def batches(shard, index):
-                generator = torch.Generator().manual_seed(shard.index * 1000 + index)
-                y = torch.randint(0, 2, (8,), generator=generator)
-                return torch.randn(8, 1, 6, 6, generator=generator) + y.view(8, 1, 1, 1), y
+def batches(shard, index):
+    generator = torch.Generator().manual_seed(shard.index * 1000 + index)
+    y = torch.randint(0, 2, (8,), generator=generator)
+    return torch.randn(8, 1, 6, 6, generator=generator) + y.view(8, 1, 1, 1), y
 
-            def loss(model, batch):
-                {body}
-                return nn.functional.cross_entropy(model(batch[0]), batch[1])
+def loss(model, batch):
+    how = open(__file__ + ".how").read()
+    if how == "an exception":
+        raise KeyError('my mistake')
+    if how == "a float":
+        return 3.0
+    if how == "a vector":
+        return model(batch[0])
+    if how == "shapes":
+        return nn.functional.linear(batch[0], torch.zeros(3, 5)).sum()
+    if how == "nan":
+        return model(batch[0]).sum() * float("nan")
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-            def make():
-                return Task(
-                    model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)),
-                    loss=loss,
-                    batches=batches,
-                    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5),
-                    valid_batches=2,
-                    description="bright or dark",
-                )
-            """
-        ).format(body=body)
+def make():
+    return Task(
+        model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)),
+        loss=loss,
+        batches=batches,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5),
+        valid_batches=2,
+        description="bright or dark",
     )
-    return {"name": f"{path}:make"}
+"""
+
+
+def line_of(text: str) -> str:
+    """Where a line of the user's task is."""
+    return f"mytask.py:{TASK_FILE.splitlines().index(text) + 1}"
+
+
+class Own:
+    """A user's task file: an image model with BatchNorm, whose loss is as `how` says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "mytask.py"
+        self.path.write_text(TASK_FILE)
+
+    def recipe(self, name: str, how: str = "sound") -> Recipe:
+        self.path.with_name("mytask.py.how").write_text(how)
+        return recipe(name, task={"name": f"{self.path}:make"}, run={"steps": 200, "evaluations": 2})
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Own:
+    return Own(tmp_path_factory.mktemp("own"))
 
 
 @pytest.mark.slow
-def test_a_users_image_model_with_batchnorm(tmp_path: Path) -> None:
+def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path) -> None:
     """It learns with every method; running statistics are averaged, and batches counted by the worker that saw most.
 
     All of it is the same with one process and with two, and so is what is left of a run whose workers are still training.
     """
-    task = write_task(tmp_path, "pass")
-    with experiment.open_pool(recipe("halos", task=task), 1) as pool:
-        for name in methods.names():
-            experiment.simulate(recipe(name, task=task, run={"steps": 200, "evaluations": 2}), pool, tmp_path / "one" / name)
-    with experiment.open_pool(recipe("halos", task=task), 2) as pool:
-        for name in methods.names():
-            summary = experiment.simulate(recipe(name, task=task, run={"steps": 200, "evaluations": 2}), pool, tmp_path / name)
-            weights = load_file(tmp_path / name / "weights.safetensors")
-            assert summary["final_loss"] < 0.6, name
-            assert float(weights["1.running_var"].min()) > 0, name
-            assert 20 < int(weights["1.num_batches_tracked"]) <= 200, name
-            assert not torch.equal(weights["1.running_mean"], torch.zeros(4)), name
-            assert files(tmp_path / name) == files(tmp_path / "one" / name), name
+    for name in methods.names():
+        given = own.recipe(name)
+        experiment.simulate(given, pools(given, 1), tmp_path / "one" / name)
+        summary = experiment.simulate(given, pools(given, 2), tmp_path / name)
+        weights = load_file(tmp_path / name / "weights.safetensors")
+        assert summary["final_loss"] < 0.6, name
+        assert float(weights["1.running_var"].min()) > 0, name
+        assert 20 < int(weights["1.num_batches_tracked"]) <= 200, name
+        assert not torch.equal(weights["1.running_mean"], torch.zeros(4)), name
+        assert files(tmp_path / name) == files(tmp_path / "one" / name), name
 
 
 @pytest.mark.slow
-def test_errors_of_the_task_name_worker_and_place(tmp_path: Path) -> None:
-    task = write_task(tmp_path, "if batch[0].sum() != 0: raise KeyError('my mistake')")
-    with experiment.open_pool(recipe("diloco", task=task), 1) as pool, pytest.raises(TrainingError) as error:
-        experiment.simulate(recipe("diloco", task=task), pool, tmp_path / "run")
-    assert "mytask.py:12: KeyError: 'my mistake'" in str(error.value)
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("an exception", line_of("        raise KeyError('my mistake')") + ": KeyError: 'my mistake'"),
+        ("a float", "loss must return a 0-d tensor that depends on the model's parameters, not a float"),
+        ("a vector", "loss must return a 0-d tensor that depends on the model's parameters, not a tensor of shape (8, 2)"),
+        ("shapes", line_of("        return nn.functional.linear(batch[0], torch.zeros(3, 5)).sum()") + ": RuntimeError: "),
+    ],
+)
+def test_errors_of_the_task_name_worker_and_place(pools: Any, own: Own, tmp_path: Path, how: str, text: str) -> None:
+    given = own.recipe("diloco", how)
+    with pytest.raises(TrainingError, match=r"^worker [ab]/w") as error:
+        experiment.simulate(given, pools(given), tmp_path / "run")
+    assert text in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_a_loss_of_the_wrong_kind_is_said_so_and_the_users_line_is_named(tmp_path: Path) -> None:
-    for body, text in (
-        ("return 3.0", "loss must return a 0-d tensor that depends on the model's parameters, not a float"),
-        (
-            "return model(batch[0])",
-            "loss must return a 0-d tensor that depends on the model's parameters, not a tensor of shape (8, 2)",
-        ),
-        ("return nn.functional.linear(batch[0], torch.zeros(3, 5)).sum()", "mytask.py:12: RuntimeError: "),
-    ):
-        task = write_task(tmp_path, body)
-        with experiment.open_pool(recipe("diloco", task=task), 1) as pool, pytest.raises(TrainingError) as error:
-            experiment.simulate(recipe("diloco", task=task), pool, tmp_path / "run")
-        assert text in str(error.value)
-
-
-@pytest.mark.slow
-def test_a_pool_goes_on_after_a_run_that_diverged(tmp_path: Path) -> None:
-    """The next run on it is that of a fresh pool."""
-    with experiment.open_pool(recipe("diloco"), 2) as pool:
-        wild = recipe("diloco", method={"name": "diloco", "inner_steps": 4, "outer_lr": 1e30})
-        with pytest.raises(Diverged):
-            experiment.simulate(wild, pool, tmp_path / "wild")
-        experiment.simulate(recipe("sync_sgd"), pool, tmp_path / "after")
-    with experiment.open_pool(recipe("diloco"), 2) as pool:
-        experiment.simulate(recipe("sync_sgd"), pool, tmp_path / "fresh")
+def test_a_pool_goes_on_after_a_run_that_diverged(
+    pools: Any, left: dict[tuple[str, str], dict[str, bytes]], tmp_path: Path
+) -> None:
+    """The next run on it is as ever."""
+    wild = recipe("diloco", method={"name": "diloco", "inner_steps": 4, "outer_lr": 1e30})
+    with pytest.raises(Diverged):
+        experiment.simulate(wild, pools(wild, 2), tmp_path / "wild")
     assert not (tmp_path / "wild").exists()
-    assert files(tmp_path / "after") == files(tmp_path / "fresh")
+    experiment.simulate(recipe("sync_sgd"), pools(wild, 2), tmp_path / "after")
+    assert files(tmp_path / "after") == left["one", "sync_sgd"]
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_names_worker_and_step(tmp_path: Path) -> None:
-    task = write_task(tmp_path, "return model(batch[0]).sum() * float('nan')")
-    with experiment.open_pool(recipe("diloco", task=task), 1) as pool, pytest.raises(Diverged) as error:
-        experiment.simulate(recipe("diloco", task=task), pool, tmp_path / "run")
+def test_a_loss_that_is_not_finite_names_worker_and_step(pools: Any, own: Own, tmp_path: Path) -> None:
+    given = own.recipe("diloco", "nan")
+    with pytest.raises(Diverged) as error:
+        experiment.simulate(given, pools(given), tmp_path / "run")
     assert "is nan" in str(error.value)
     assert str(error.value).startswith("diloco: ")
     assert "\n" not in str(error.value)
@@ -191,9 +202,8 @@ def test_a_process_that_is_killed_is_noticed_and_nothing_is_left_running() -> No
 
 
 @pytest.mark.slow
-def test_the_measured_profile_is_of_this_task_on_this_machine() -> None:
-    with experiment.open_pool(recipe("diloco"), 1) as pool:
-        profile = experiment.measure_profile(pool)
+def test_the_measured_profile_is_of_this_task_on_this_machine(pools: Any) -> None:
+    profile = experiment.measure_profile(pools(recipe("diloco")))
     parameters = 16 * 16 + 16 * 16 + 12 * 16 * 16 + 3 * 16  # tied embeddings, positions, one block, norms
     assert profile.model_bytes == 4 * parameters
     assert 1e-4 < profile.step_time_s < 1.0

@@ -392,7 +392,7 @@ def test_an_unknown_method_names_the_nearest() -> None:
 
 
 def test_a_method_of_ones_own_must_be_there() -> None:
-    assert problem({"method": "no/own.py"}) == "method = 'no/own.py': there is no file 'no/own.py'"
+    assert problem({"method": "no/own.py"}) == f"method = 'no/own.py': there is no file 'no/own.py' (relative to {Path.cwd()})"
 
 
 @pytest.mark.parametrize("lacking", ["Config", "build"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from archipel.data import Shard
+from archipel.gpt import GPT, next_token_loss
 from archipel.replica import NonFiniteLoss, Replica, Run, TensorSpec
 from archipel.task import Schedule, Task, TextTask, make_task
 from archipel.vector import Layout
@@ -592,3 +593,48 @@ def test_a_gradient_at_a_loss_that_is_not_finite_says_so_too() -> None:
     with pytest.raises(NonFiniteLoss) as error:
         replica.differentiate(fresh(replica), start(replica), SHARD, cursor=9)
     assert str(error.value) == "the training loss is nan at its inner step 9"
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (4, 0)])
+def test_a_shard_without_data_is_named(shape: tuple[int, int]) -> None:
+    """Else its loss would be NaN, and the settings would be suspected."""
+
+    def some(shard: Shard, index: int) -> Any:
+        x, y = batches(shard, index)
+        return {"x": torch.empty(shape), "y": [torch.empty(0)]} if shard.index == OTHER.index else (x, y)
+
+    replica = replica_of(replace(TASK, batches=some))
+    replica.train(fresh(replica), start(replica), SHARD, steps=1, progress=0, cursor=0)
+    with pytest.raises(ValueError, match=r"is empty") as error:
+        replica.train(fresh(replica), start(replica), OTHER, steps=1, progress=0, cursor=3)
+    assert str(error.value) == (f"batch 3 of shard {OTHER.index} of {OTHER.of} is empty; `batches` must give every shard some data")
+
+
+def test_validation_data_that_is_empty_is_named() -> None:
+    task = replace(TASK, batches=lambda shard, index: torch.empty(0) if shard.split == "valid" else batches(shard, index))
+    replica = replica_of(task)
+    with pytest.raises(ValueError, match=r"^batch 0 of the validation data is empty; `batches` must give every shard some data$"):
+        replica.evaluate(start(replica))
+
+
+@pytest.mark.parametrize("token", [11, 300, -1])
+def test_a_token_outside_the_vocabulary_is_named(token: int) -> None:
+    task = replace(
+        TASK,
+        model=lambda: GPT(vocabulary=11, context=4, layers=1, width=4, heads=2),
+        loss=next_token_loss,
+        batches=lambda shard, index: torch.tensor([[3, token, 7, 1]]),
+    )
+    replica = replica_of(task)
+    with pytest.raises(IndexError) as error:
+        replica.train(fresh(replica), start(replica), SHARD, steps=1, progress=0, cursor=0)
+    assert str(error.value) == (
+        "an embedding has no such row: a token is outside the vocabulary, or a sequence longer than the context; "
+        f"the numbers in the batch are from {min(1, token)} to {max(7, token)}"
+    )
+
+
+def test_another_index_that_is_out_of_range_is_told_as_it_is() -> None:
+    task = replace(TASK, loss=lambda module, batch: batch[7])
+    with pytest.raises(IndexError, match=r"^tuple index out of range$"):
+        replica_of(task).train(fresh(replica_of(task)), start(replica_of(task)), SHARD, steps=1, progress=0, cursor=0)

@@ -279,7 +279,7 @@ def test_heads_that_do_not_divide_the_width_are_the_users_mistake(corpus: str) -
 def test_a_text_task_needs_its_path() -> None:
     with pytest.raises(UserError) as error:
         make_task(TextTask(path="no/such/place"))
-    assert str(error.value) == "task.path: there is no file or folder 'no/such/place'"
+    assert str(error.value) == f"task.path: there is no file or folder 'no/such/place' (relative to {Path.cwd()})"
 
 
 def test_every_task_is_found_by_its_name() -> None:
@@ -376,7 +376,7 @@ def test_a_task_has_defaults_for_all_but_its_four_callables() -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    assert problem("no/own.py:make") == "task.name = 'no/own.py:make': there is no file 'no/own.py'"
+    assert problem("no/own.py:make") == (f"task.name = 'no/own.py:make': there is no file 'no/own.py' (relative to {Path.cwd()})")
 
 
 def test_a_missing_function_names_the_nearest(own: str) -> None:

@@ -15,6 +15,7 @@ Nothing is unpickled and nothing is imported: reading makes objects of a few kin
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -55,6 +56,10 @@ class Every:
 
     tokens: int | None = None
     seconds: float | None = None
+
+    def __str__(self) -> str:
+        """As `parse_every` reads it."""
+        return f"{self.tokens}" if self.seconds is None else f"{np.format_float_positional(self.seconds, trim='-')}s"
 
 
 def parse_every(text: str) -> Every:
@@ -271,8 +276,10 @@ MALFORMED = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, S
 # On disk
 
 
-def save(folder: Path, event: int, state: Any, surroundings: Surroundings, recipe: str) -> Path:
+def save(folder: Path, event: int, state: Any, surroundings: Surroundings, recipe: str, every: Every | None = None) -> Path:
     """Save `state` as it is after `event` events of the run of `recipe`; older checkpoints but one go. Its directory.
+
+    `every` is noted, so that the run is saved as often when it goes on.
 
     It appears whole or not at all: written under another name, flushed, renamed.
 
@@ -284,7 +291,7 @@ def save(folder: Path, event: int, state: Any, surroundings: Surroundings, recip
     try:
         verify(directory, recipe)
     except Refused:
-        _write(directory, event, *_files(state, surroundings), recipe)
+        _write(directory, event, *_files(state, surroundings), recipe, every)
     numbers = {path: int(path.name.removeprefix("event-")) for path in checkpoints(folder)}
     # Those of later events have been refused: this run came by again.
     kept = [path for path, number in numbers.items() if number <= event][-KEPT:]
@@ -311,6 +318,15 @@ def load(folder: Path, surroundings: Surroundings, recipe: str) -> Any:
         return state
     found = "; ".join(refused) or "there is none"
     raise UserError(f"no checkpoint to go on from in {folder}: {found}")
+
+
+def noted_every(folder: Path) -> Every | None:
+    """How often the run was saved whose checkpoints are in `folder`, as the newest one says that can be asked."""
+    for directory in reversed(checkpoints(folder)):
+        with contextlib.suppress(Refused, UserError, *MALFORMED):
+            every = json.loads(_bytes(directory / MANIFEST))["every"]
+            return every and parse_every(every)
+    return None
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -353,7 +369,7 @@ def _files(state: Any, surroundings: Surroundings) -> tuple[bytes, bytes]:
     return json.dumps(document, allow_nan=False, separators=(",", ":")).encode(), safetensors.torch.save(encoder.tensors)
 
 
-def _write(directory: Path, event: int, document: bytes, tensors: bytes, recipe: str) -> None:
+def _write(directory: Path, event: int, document: bytes, tensors: bytes, recipe: str, every: Every | None) -> None:
     files = {STATE: document, TENSORS: tensors}
     manifest = {
         "format": FORMAT,
@@ -361,6 +377,7 @@ def _write(directory: Path, event: int, document: bytes, tensors: bytes, recipe:
         "recipe_sha256": _sha256(recipe.encode()),
         "files": {name: {"bytes": len(content), "sha256": _sha256(content)} for name, content in files.items()},
         "versions": _versions(),
+        "every": every and str(every),
     }
     temporary = directory.with_name(f".{directory.name}")
     try:

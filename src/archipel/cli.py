@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -26,8 +27,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+import archipel
 from archipel import experiment, fuzz, latency, methods, report, studies, theory, theory_plots
-from archipel.checkpoint import Every, parse_every
+from archipel.checkpoint import Every, noted_every, parse_every
 from archipel.errors import Diverged, TrainingError, UserError, nearest
 from archipel.faults import FaultsConfig
 from archipel.pool import Pool
@@ -60,6 +62,22 @@ app = typer.Typer(
 )
 out_console = Console()
 log_console = Console(stderr=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"archipel {archipel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def archipel_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and do nothing else.")
+    ] = False,
+) -> None:
+    """What all commands have."""
+
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "run": RunConfig,
@@ -156,18 +174,24 @@ def resume(
     insecure: Annotated[bool, typer.Option("--insecure", help="Of live runs: see `archipel launch`.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Go on with runs that were stopped: simulated ones as if they had not been, live ones from what each node saved last."""
-    every = None if checkpoint_every is None else parse_every(checkpoint_every)
+    """Go on with runs that were stopped: simulated ones as if they had not been, to the bit; live ones from their nodes' saves.
+
+    They are saved as often as before.
+    """
     recipes = {path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)}
     if not recipes:
         raise UserError(f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended")
     for path, recipe in recipes.items():
         experiment.check_resumable(path, recipe)
+    every = None if checkpoint_every is None else parse_every(checkpoint_every)
     lively = {path: recipe for path, recipe in recipes.items() if experiment.is_live(path)}
     for path, recipe in lively.items():
-        go_live(recipe, path, address, every or parse_every(SAVE_EVERY), insecure=insecure, resume=True)
+        saved_every = every or noted_every(path / experiment.CHECKPOINTS / experiment.LIVE)
+        go_live(recipe, path, address, saved_every or parse_every(SAVE_EVERY), insecure=insecure, resume=True)
     target = next(iter(recipes.values())).run.target_loss
     recipes = {path: recipe for path, recipe in recipes.items() if path not in lively}
+    noted = [every for path in recipes if (every := noted_every(path / experiment.CHECKPOINTS))]  # runs of one command have one
+    every = every or next(iter(noted), None)
     diverged: list[str] = []
     with progress_of() as begin:
         # Runs of one comparison share a pool.
@@ -314,6 +338,7 @@ def latency_command(
 def fuzz_command(
     schedules: Annotated[int, typer.Option(min=1, help="Random runs, each with faults of its own.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    processes: Annotated[int | None, typer.Option(min=1, help="Default: one a core. The result is the same.")] = None,
     as_json: Json = False,
 ) -> None:
     """Do the invariants hold whatever goes wrong? Random topologies, methods and faults; nothing is trained."""
@@ -322,15 +347,14 @@ def fuzz_command(
         if done % max(1, schedules // 10) == 0:
             _say(f"{done:,}/{schedules:,} schedules, {failed} violations")
 
-    failures = fuzz.fuzz(schedules, seed, progress)
+    outcomes = fuzz.fuzz(schedules, seed, processes or os.cpu_count() or 1, progress)
+    failures = fuzz.failures(outcomes)
     if as_json:
         found = [asdict(failure) for failure in failures]
         print(json.dumps({"schedules": schedules, "violations": len(failures), "failures": found}))
     else:
-        for failure in failures:
-            text = f"{failure.message}\n  echo '{failure.recipe}' | archipel run /dev/stdin"
+        for text in fuzz.report(outcomes):
             out_console.print(text, soft_wrap=True, markup=False, highlight=False)
-        out_console.print(f"{schedules:,} schedules, {len(failures)} violations", highlight=False)
     if failures:
         sys.exit(1)
 

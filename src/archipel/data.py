@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from archipel.errors import UserError
+from archipel.errors import UserError, seen_from
 
 HOLD_OUT = 20
 """One file in 20 is held out for validation; of a corpus of fewer files, the last twentieth of each one."""
@@ -143,23 +143,31 @@ def folder_corpus(path: Path, length: int) -> Corpus:
         UserError: no such path, nothing in it, too little for one sequence, or a file that cannot be read.
     """
     if not os.path.exists(path):  # which, unlike Path.exists, is not upset by a name that is too long
-        raise UserError(f"task.path: there is no file or folder {str(path)!r}")
-    files = [path] if path.is_file() else sorted(_visible(path))
+        raise UserError(f"task.path: there is no file or folder {str(path)!r}{seen_from(path)}")
+    files = [path] if path.is_file() else _visible(path)
     return text_corpus(path.parent if path.is_file() else path, files, length, str(path))
 
 
 def _visible(folder: Path) -> Iterator[Path]:
-    """All files below `folder` that are not hidden, nor in a hidden folder."""
-    for file in folder.rglob("*"):
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
-            yield file
+    """All files below `folder` that are not hidden, nor in a hidden folder; also links to nothing, which are no text to leave out
+    without a word. Raises an OSError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for here, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (Path(here, name) for name in names if not name.startswith(".")):
+            if file.is_file() or not os.path.exists(file):
+                yield file
 
 
 def text_corpus(root: Path, files: Iterable[Path], length: int, what: str) -> Corpus:
     """Files below `root` as bytes, in the sorted order of their names."""
-    by_name = {file.relative_to(root).as_posix(): file for file in files}
-    names = sorted(by_name)
     try:
+        by_name = {file.relative_to(root).as_posix(): file for file in files}
+        names = sorted(by_name)
         contents = [by_name[name].read_bytes() for name in names]
     except OSError as error:
         raise UserError(f"{what}: cannot read {error.filename}: {error.strerror}") from None
@@ -178,7 +186,8 @@ def text_corpus(root: Path, files: Iterable[Path], length: int, what: str) -> Co
     size = sum(map(len, contents))
     if not train or len(held_out) < length:
         raise UserError(
-            f"{what}: {len(names)} files with {size} bytes are too little: training and validation each need {length} bytes"
+            f"{what}: {len(names)} files with {size} bytes are too little: training, and validation on about a twentieth of them, "
+            f"each need {length} bytes (task.sequence and one more); give more text or a shorter sequence"
         )
     digest = hashlib.sha256(b"".join(contents)).hexdigest()[:8]
     return Corpus.of(train, held_out, 256, f"{what} ({len(names)} files, {size / 1e6:.1f} MB, sha256 {digest})")

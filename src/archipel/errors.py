@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +20,11 @@ class Diverged(UserError):
 
 class TrainingError(Exception):
     """Training could not go on: a deadlock, a pool process that died, an exception in the user's task. Exit code 1."""
+
+
+def seen_from(path: str | Path) -> str:
+    """` (relative to /a/folder)` behind a path that is not absolute: also one in a file is relative to where the command runs."""
+    return "" if Path(path).is_absolute() else f" (relative to {Path.cwd()})"
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -217,7 +217,7 @@ def simulate(
                 if stopped is not None:
                     break
                 try:
-                    save_checkpoint(directory, recipe, simulator, time.perf_counter() - started)
+                    save_checkpoint(directory, recipe, simulator, time.perf_counter() - started, every)
                 except (UserError, TrainingError) as error:
                     if not interrupted():
                         raise
@@ -309,8 +309,8 @@ def _when_to_save(every: Every | None, simulator: Simulator, interrupted: Callab
             return interrupted
 
 
-def save_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float) -> Path:
-    """Save a run between two of its events, in its run directory; where. It has taken `wall_s` so far.
+def save_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float, every: Every | None = None) -> Path:
+    """Save a run between two of its events, in its run directory; where. It has taken `wall_s` so far; `every` is noted.
 
     Raises:
         UserError, TrainingError: see `checkpoint.save`; and a process of the pool may have died.
@@ -318,7 +318,7 @@ def save_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator, wall_
     trainer = simulator.trainer.state()  # first: it waits for all jobs, whose results are part of the simulator's state
     state = {"trainer": trainer, "simulator": simulator.state(), "wall_s": wall_s}
     surroundings = _surroundings(recipe, simulator)
-    return checkpoint.save(directory / CHECKPOINTS, simulator.events, state, surroundings, _recipe_text(directory))
+    return checkpoint.save(directory / CHECKPOINTS, simulator.events, state, surroundings, _recipe_text(directory), every)
 
 
 def load_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator) -> float:

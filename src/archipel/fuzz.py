@@ -1,7 +1,7 @@
 """Many short runs with random faults, to find one in which an invariant does not hold.
 
-What belongs here: how a run is drawn, how one that fails is made smaller, and the line that replays it. What does not: what a
-fault does (`faults.py`, `simulator.py`), what must hold (`invariants.py`).
+What belongs here: how a run is drawn, how one that fails is made smaller, the line that replays it, and the table of what has been
+tried. What does not: what a fault does (`faults.py`, `simulator.py`), what must hold (`invariants.py`).
 
 Nothing is trained: what waits for whom, what is lost and what is counted do not depend on weights. Times are small round
 numbers, so that a shrunk recipe can be followed by hand.
@@ -10,15 +10,20 @@ numbers, so that a shrunk recipe can be followed by hand.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from archipel import experiment, methods
-from archipel.invariants import Violation
+from archipel import experiment, invariants, methods
+from archipel.invariants import Ledger, Violation
 from archipel.recipe import parse_recipe
 
 FAULTS_UNTIL_S = 100
@@ -40,28 +45,146 @@ class Failure:
     message: str
 
 
-def fuzz(schedules: int, seed: int, progress: Callable[[int, int], None] = lambda done, failed: None) -> list[Failure]:
-    """The failures of `schedules` random runs, each one shrunk. `progress` is told how many are done and how many have failed."""
-    failures = []
-    for i in range(schedules):
-        recipe = draw(np.random.default_rng((seed, i)))
-        if found := violation(recipe):
-            failures.append(shrunk(recipe, found))
-        progress(i + 1, len(failures))
-    return failures
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one run.
+
+    Attributes:
+        method: its method.
+        kinds: the kinds of its faults.
+        checks: how often each invariant was checked.
+        failure: what went wrong, if anything did.
+    """
+
+    method: str
+    kinds: frozenset[str]
+    checks: dict[str, int]
+    failure: Failure | None
+
+
+def fuzz(
+    schedules: int, seed: int, processes: int = 1, progress: Callable[[int, int], None] = lambda done, failed: None
+) -> list[Outcome]:
+    """What came of `schedules` random runs, with each failure shrunk. The same for any number of `processes`.
+
+    `progress` is told how many are done and how many have failed.
+    """
+    outcomes: list[Outcome] = []
+    with _map(min(processes, schedules)) as each:
+        for outcome in each(partial(_nth, seed), range(schedules)):
+            outcomes.append(outcome)
+            progress(len(outcomes), len(failures(outcomes)))
+    return outcomes
+
+
+@contextmanager
+def _map(processes: int) -> Iterator[Callable[[Callable[[int], Outcome], Iterable[int]], Iterator[Outcome]]]:
+    """`map`, or one that does the same in several processes."""
+    if processes == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:  # not forked: torch has threads by now
+
+        def started(function: Callable[[int], Outcome], items: Iterable[int]) -> Iterator[Outcome]:
+            usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others inherit that, and leave Ctrl-C to this process
+            try:
+                return pool.map(function, items)
+            finally:
+                signal.signal(signal.SIGINT, usual)
+
+        yield started
+
+
+def _nth(seed: int, i: int) -> Outcome:
+    recipe = draw(np.random.default_rng((seed, i)))
+    outcome = outcome_of(recipe)
+    return replace(outcome, failure=shrunk(recipe, outcome.failure)) if outcome.failure else outcome
+
+
+def outcome_of(recipe: dict[str, Any]) -> Outcome:
+    """Run the recipe with these fields."""
+    line, ledger, failure = json.dumps(recipe, separators=(", ", ": ")), Ledger(), None
+    try:
+        simulator = experiment.make_simulator(parse_recipe(deepcopy(recipe)), None)
+        ledger = simulator.ledger
+        simulator.run()
+    except Violation as error:
+        failure = Failure(line, error.invariant, str(error))
+    except Exception as error:  # a method or the engine fell over
+        failure = Failure(line, "exception", f"{type(error).__name__}: {error}")
+    kinds = frozenset(fault["kind"] for fault in recipe["faults"]["schedule"])
+    return Outcome(recipe["method"]["name"], kinds, ledger.checks, failure)
 
 
 def violation(recipe: dict[str, Any]) -> Failure | None:
-    """Run the recipe with these fields; what went wrong, if anything did."""
-    line = json.dumps(recipe, separators=(", ", ": "))
-    try:
-        parsed = parse_recipe(deepcopy(recipe))
-        experiment.make_simulator(parsed, None).run()
-    except Violation as error:
-        return Failure(line, error.invariant, str(error))
-    except Exception as error:  # a method or the engine fell over
-        return Failure(line, "exception", f"{type(error).__name__}: {error}")
-    return None
+    """What goes wrong in a run of the recipe with these fields, if anything does."""
+    return outcome_of(recipe).failure
+
+
+def failures(outcomes: Iterable[Outcome]) -> list[Failure]:
+    return [outcome.failure for outcome in outcomes if outcome.failure]
+
+
+# What has been tried
+
+
+def report(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Lines for a terminal: each failure with what replays it, the table, and how many schedules went wrong."""
+    found = failures(outcomes)
+    for failure in found:
+        yield f"{failure.message}\n  echo '{failure.recipe}' | archipel run /dev/stdin"
+    rows = table(outcomes)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        yield "  ".join([first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))])
+    yield coverage(outcomes)
+    yield f"{len(outcomes):,} schedules, {len(found)} violations"
+
+
+def table(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Rows of cells: schedules by fault and method, then checks by invariant and method; and how many of them went wrong.
+
+    A schedule has up to eight faults, of several kinds, and counts for each kind.
+    """
+    names = methods.names()
+    columns = [[outcome for outcome in outcomes if outcome.method == name] for name in names] + [list(outcomes)]
+
+    def cell(count: int, violated: Sequence[Outcome]) -> str:
+        return f"{count:,}" + (f" ({len(violated)} violated)" if violated else "")
+
+    rows = [["schedules with", *names, "all"]]
+    for kind in (*KINDS, "any"):
+        having = [[outcome for outcome in column if kind in (*outcome.kinds, "any")] for column in columns]
+        rows.append([kind, *(cell(len(some), [outcome for outcome in some if outcome.failure]) for some in having)])
+    rows.append(["checks of", *names, "all"])
+    for invariant in (*invariants.NAMES, "exception"):
+        against = [[outcome for outcome in column if _broken(outcome) == invariant] for column in columns]
+        counts = [sum(outcome.checks.get(invariant, 0) for outcome in column) for column in columns]
+        if invariant in invariants.NAMES or against[-1]:
+            rows.append([invariant, *map(cell, counts, against)])
+    return rows
+
+
+def _broken(outcome: Outcome) -> str | None:
+    return outcome.failure.invariant if outcome.failure else None
+
+
+def coverage(outcomes: Iterable[Outcome]) -> str:
+    """How often each invariant was checked with each fault and each method: the smallest number of all, or what is missing."""
+    checks = {(invariant, kind, name): 0 for invariant in invariants.NAMES for kind in KINDS for name in methods.names()}
+    for outcome in outcomes:
+        for invariant, count in outcome.checks.items():
+            for kind in outcome.kinds:
+                checks[invariant, kind, outcome.method] += count
+    never = [" × ".join(key) for key, count in checks.items() if not count]
+    if never:
+        more = f" and {len(never) - 8} more" if len(never) > 8 else ""
+        return f"of {len(checks)} combinations of invariant, fault and method, never checked: {', '.join(never[:8])}{more}"
+    fewest = min(checks, key=lambda key: checks[key])
+    return (
+        f"all {len(checks)} combinations of invariant, fault and method were checked, each {checks[fewest]:,} times or more "
+        f"({' × '.join(fewest)})"
+    )
 
 
 # How a run is drawn

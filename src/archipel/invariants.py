@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from archipel.actor import Actor, Message, NodeId
 from archipel.errors import TrainingError
 
+NAMES = ("update", "tokens", "bytes", "clock", "progress", "liveness")
+
 
 class Violation(TrainingError):
     """An invariant does not hold; `invariant` is its name."""
@@ -48,6 +50,7 @@ class Ledger:
         began_s: when each worker last began inner steps.
         restarted: those that have come back, and whose counts may still fall to what the others' were saved at.
         longest_job_s, longest_message_s: so far, where nothing disturbs them; a message is also a collective.
+        checks: how often each invariant has been checked.
     """
 
     trained: int = 0
@@ -58,8 +61,10 @@ class Ledger:
     restarted: dict[NodeId, None] = field(default_factory=dict)
     longest_job_s: float = 0.0
     longest_message_s: float = 0.0
+    checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, 0))
 
     def time(self, before_s: float, now_s: float) -> None:
+        self.checks["clock"] += 1
         if now_s < before_s:
             raise Violation("clock", f"an event of {now_s!r} s comes after {before_s!r} s")
 
@@ -76,6 +81,7 @@ class Ledger:
         self.lost_bytes += size_bytes
 
     def delivers(self, sender: NodeId, to: NodeId, message: Message, size_bytes: float) -> None:
+        self.checks["update"] += 1
         waiting = self.under_way.get((sender, to), [])
         if not waiting or waiting[0] is not message:
             what = "a second time, or was never sent" if all(other is not message for other in waiting) else "before its turn"
@@ -84,11 +90,13 @@ class Ledger:
         self.delivered_bytes += size_bytes
 
     def absorbs(self, absorbed: int) -> None:
+        self.checks["tokens"] += 1
         if absorbed > self.trained:
             raise Violation("tokens", f"the model has absorbed {absorbed:,} inner steps, and {self.trained:,} have been taken")
 
     def counts(self, actor: Actor, before: Counts, *, server: bool) -> None:
         """After a message has been handled, or a restart. A worker that no longer holds the model may count 0 inner steps again."""
+        self.checks["progress"] += 1
         for name, was, now in zip(("outer steps", "local updates", "absorbed inner steps"), before, counts(actor), strict=True):
             if now < was and (server or name != "absorbed inner steps"):
                 if not server and actor.me in self.restarted:
@@ -97,6 +105,7 @@ class Ledger:
                 raise Violation("progress", f"the {name} of {actor.me} fall from {was:,} to {now:,}")
 
     def bytes(self, sent_bytes: float, in_flight_bytes: float) -> None:
+        self.checks["bytes"] += 1
         accounted = self.delivered_bytes + self.lost_bytes + in_flight_bytes
         if abs(sent_bytes - accounted) > 1e-6 * max(sent_bytes, 1.0):
             raise Violation(
@@ -111,6 +120,7 @@ class Ledger:
         In NoLoCo a worker waits for one that waits for another, and so on: at most for one job and exchange of each of them.
         Where workers could not reach each other the fast ones may be ahead by what the slow ones do in `lag_s`.
         """
+        self.checks["liveness"] += 1
         patience_s, excused = (len(workers) + 4) * (self.longest_job_s + 2 * self.longest_message_s) + lag_s, set(excused)
         for worker in workers:
             waiting_s = now - max(self.began_s.get(worker, 0.0), since_s)

@@ -5,24 +5,38 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
-from archipel.errors import UserError
+from archipel.errors import UserError, seen_from
 
 
 def import_file(path: Path, place: str) -> ModuleType:
-    """The module in the file `path`; `place` names it in errors. What the file itself raises goes through.
+    """The module in the file `path`; `place` names it in errors.
 
     Raises:
-        UserError: there is no such file, or it is not a Python file.
+        UserError: there is no such file, it is not a Python file, or what it does when it is imported fails.
     """
     if not os.path.isfile(path):
-        raise UserError(f"{place}: there is no file {str(path)!r}")
+        raise UserError(f"{place}: there is no file {str(path)!r}{seen_from(path)}")
     spec = importlib.util.spec_from_file_location(f"archipel_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{place}: {str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise UserError(f"{place}: importing it failed at {whereabouts(error)}") from error
     return module
+
+
+def whereabouts(error: Exception) -> str:
+    """What a file of the user's raised, on one line, and file and line of it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    at, text = f"{frame.filename}:{frame.lineno}", str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        at, text = f"{error.filename}:{error.lineno}", error.msg
+    return f"{at}: {type(error).__name__}: {text}"

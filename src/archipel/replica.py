@@ -213,7 +213,7 @@ class Replica:
     # How
 
     def _loss(self, shard: Shard, index: int) -> Tensor:
-        return loss_of(self.task, self.module, self.task.batches(shard, index), self.device)
+        return loss_of(self.task, self.module, batch_of(self.task, shard, index), self.device)
 
     def _backward(self, shard: Shard, index: int) -> Tensor:
         seed_step(self.run.seed, shard, index, self.device)
@@ -334,10 +334,34 @@ StateKey = tuple[Place, str, type[int] | type[float] | None]
 """A place, the name of something there, and, if that is no tensor, the type of number it is."""
 
 
+def batch_of(task: Task, shard: Shard, index: int) -> Batch:
+    """The task's batch number `index` of a shard.
+
+    Raises:
+        ValueError: there is nothing in it. Its loss would be no number, and a learning rate the last thing to look at.
+    """
+    batch = task.batches(shard, index)
+    tensors = list(_tensors(batch))
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        where = "the validation data" if shard.split == "valid" else f"shard {shard.index} of {shard.of}"
+        raise ValueError(f"batch {index} of {where} is empty; `batches` must give every shard some data")
+    return batch
+
+
 def loss_of(task: Task, module: nn.Module, batch: Batch, device: torch.device) -> Tensor:
     """The task's loss of `module` on a batch, in the task's precision."""
-    with torch.autocast(device.type, task.autocast, enabled=task.autocast is not None):
-        return task.loss(module, _to_device(batch, device))
+    try:
+        with torch.autocast(device.type, task.autocast, enabled=task.autocast is not None):
+            return task.loss(module, _to_device(batch, device))
+    except IndexError as error:
+        numbers = [tensor for tensor in _tensors(batch) if tensor.numel() and not tensor.is_floating_point()]
+        if numbers and str(error) == "index out of range in self":  # torch's words for an embedding without such a row
+            least, most = min(int(tensor.min()) for tensor in numbers), max(int(tensor.max()) for tensor in numbers)
+            error.args = (
+                f"an embedding has no such row: a token is outside the vocabulary, or a sequence longer than the context; "
+                f"the numbers in the batch are from {least} to {most}",
+            )
+        raise
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, task: Task, run: Run, progress: int) -> None:
@@ -380,6 +404,18 @@ def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Tensors in (nested) tuples, lists and dicts."""
+    match batch:
+        case Tensor():
+            yield batch
+        case dict():
+            yield from _tensors(list(batch.values()))
+        case tuple() | list():
+            for value in batch:
+                yield from _tensors(value)
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

@@ -7,7 +7,6 @@ configuration. What does not: how inner steps are taken (`replica.py`), or by wh
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +21,7 @@ from archipel import data
 from archipel.data import Corpus, Shard
 from archipel.errors import UserError, nearest
 from archipel.gpt import GPT, next_token_loss
-from archipel.pyfile import import_file
+from archipel.pyfile import import_file, whereabouts
 
 Batch = Any
 
@@ -195,6 +194,9 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
     if config.width % config.heads:
         raise UserError(f"task.width = {config.width}: must be divisible by task.heads = {config.heads}")
 
+    if config.dirichlet is not None:
+        data.region_weights(corpus, Shard(0, 1, 0, 1, seed=0), config.dirichlet)  # refuses a corpus whose regions cannot differ
+
     @cache
     def weights(shard: Shard) -> Any:
         return None if config.dirichlet is None else data.region_weights(corpus, shard, config.dirichlet)
@@ -253,10 +255,7 @@ def _user_task(name: str) -> Task:
     try:
         task = make()
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"task.name = {name!r}: {function}() failed at {frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"task.name = {name!r}: {function}() failed at {whereabouts(error)}") from error
     if not isinstance(task, Task):
         raise UserError(f"task.name = {name!r}: {function}() returned {type(task).__name__}, not an archipel.Task")
     return task

@@ -523,7 +523,7 @@ class Watch:
             return
         evaluations = self.evaluator.recorder.evaluations
         state = {
-            "number": self.number, "time_s": self.now, "evaluations": evaluations, "restarts": self.restarts, "every": self.every,
+            "number": self.number, "time_s": self.now, "evaluations": evaluations, "restarts": self.restarts,
             "saves": self.saves,
         }  # fmt: skip
         checkpoint.save(self.folder, self.saves, state, Surroundings({}), self.recipe.to_yaml())

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from archipel.errors import UserError
+from archipel.errors import UserError, seen_from
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,6 +55,8 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         data = parse(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{what} {path}: {error.strerror}{seen_from(path)}") from None
     except OSError as error:
         raise UserError(f"{what} {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
