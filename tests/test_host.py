@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from archipel import experiment, methods, outer
-from archipel.actor import Actor, Context, Joined, Message, NodeId, Start, Trained, World
+from archipel.actor import Actor, Context, Joined, Message, NodeId, Reduced, Refused, Start, Trained, World
 from archipel.all_reduce import CHUNK
 from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
@@ -28,6 +28,7 @@ from archipel.mail import Envelope, Inbox, contents
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.replica import Replica, Run, Solo
+from archipel.screening import ScreeningConfig
 from archipel.task import NoTask, TaskConfig, make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
@@ -449,6 +450,71 @@ def test_a_host_that_is_started_again_is_told_that_it_is_there_and_who_is_not() 
     assert host.actor.heard == ["Joined east/a", "Lost west/c"]  # type: ignore[attr-defined]
 
 
+# Bad updates
+
+
+@dataclass(kw_only=True)
+class Server(Actor):
+    """Adds up what it gets, and keeps what is refused."""
+
+    theta: Tensor
+    refused: list[NodeId] = field(default_factory=list)
+
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        match message:
+            case Delta(gradient=gradient):
+                self.theta += gradient
+            case Refused(update=Delta()):
+                self.refused.append(sender)
+
+
+def test_a_bad_update_is_refused_and_its_sender_named() -> None:
+    config = ScreeningConfig(warm_up=2, multiple=10)
+    host = lone(Server(me=A, theta=torch.zeros(2)), [], screening=config, parameters=2)
+    host.begin()
+    for number, (sender, value) in enumerate([(B, 1.0), (B, 1.0), (C, torch.nan), (B, 11.0), (B, 9.0)]):
+        numbers = {B: [0, 1, None, 2, 3], C: [None, None, 0]}[sender]
+        update = Envelope(sender, 1, (0, 0), numbers[number] or 0, 0.0, Delta, contents(Delta(torch.tensor([value, 0.0]), 1)))
+        host.deliver(update)
+        item = host.mailbox.get()
+        assert item is not None
+        if sender == C or value == 11.0:
+            with pytest.warns(UserWarning, match=rf"^an update of {sender} is refused after [\d.]+ s: its? "):
+                host.handle(item)
+        else:
+            host.handle(item)
+    assert host.actor.theta.tolist() == [11.0, 0.0]  # type: ignore[attr-defined]
+    assert host.actor.refused == [C, B]  # type: ignore[attr-defined]
+    assert host.status().refused == {C: 1, B: 1}
+
+
+@pytest.mark.filterwarnings("ignore:an update of")
+def test_a_bad_contribution_is_not_in_the_mean_and_all_are_told() -> None:
+    group = (A, B, C)
+    heard: dict[NodeId, Reduced] = {}
+
+    @dataclass(kw_only=True)
+    class Reducing(Reducer):
+        def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+            if isinstance(message, Reduced):
+                heard[self.me] = message
+                self.absorbed += 1
+            else:
+                ctx.all_reduce(self.group, self.vector)
+
+    fleet = Fleet()
+    for me in group:
+        vector = torch.tensor([torch.nan, 1.0]) if me == B else torch.tensor([2.0, 4.0])
+        fleet.add(Reducer(me=me, group=group, vector=vector, rounds=1), marks=(1,), screening=ScreeningConfig(), parameters=2)
+        fleet.hosts[me].actor = Reducing(me=me, group=group, vector=vector, rounds=1)  # a local class cannot be pickled
+    records = fleet.run()
+    for me in group:
+        assert heard[me].mean.tolist() == [2.0, 4.0]
+        assert heard[me].group == group
+        assert heard[me].refused == (B,)
+    assert records[B].recorder.refused == {B: 1}
+
+
 # Saves
 
 
@@ -462,9 +528,11 @@ def trained(tmp_path: Path, **setup: Any) -> Host:
     [actor] = methods.load("noloco").build(chosen.config, world, replica.layout.read(replica.module))
     saves = Saves(tmp_path / "east/w0", "the recipe")
     fleet.add(actor, marks=(10,), task=chosen.task, run=run, shard=Shard(0, 1, 0, 1, 0), saves=saves, **setup)
+    host = fleet.hosts[actor.me]
     if not setup:
         fleet.run()
-    return fleet.hosts[actor.me]
+        host.training_since_s = None  # what it began after the last mark was not finished
+    return host
 
 
 def test_a_host_goes_on_from_its_save(tmp_path: Path) -> None:

@@ -548,7 +548,7 @@ def test_several_recorders_are_added_up() -> None:
 
 def test_what_a_report_says_of_it() -> None:
     def run(label: str, refused: dict[str, int], restarted: dict[str, int]) -> report.Run:
-        return report.Run(Path(), {"label": label, "refused_updates": refused, "restarted_workers": restarted}, [])
+        return report.Run(Path(), {"label": label, "refused_updates": refused, "restarts": restarted}, [])
 
     old = report.Run(Path(), {"label": "old"}, [])
     runs = [run("halos", {"paris/w0": 3}, {}), run("halos", {}, {"paris/w1": 1}), run("diloco", {"a/w0": 1}, {"a/w0": 2}), old]
@@ -670,7 +670,7 @@ def test_a_task_with_one_bad_batch(method: str, one_bad_batch: tuple[str, Pool |
         match=r"^worker a/w1: the training loss is nan at its inner step 7, after .* s; it is restarted from the newest model$",
     ):
         summary = experiment.simulate(real(method, task), pool, tmp_path / "run")
-    assert summary["restarted_workers"] == {"a/w1": 1}
+    assert summary["restarts"] == {"a/w1": 1}
     assert summary["refused_updates"] == {}
     assert summary["final_loss"] < 4.0
     assert summary["stopped"] == "steps"
@@ -717,7 +717,7 @@ def test_a_run_with_all_of_it_goes_on_from_a_checkpoint_to_the_bit(
     experiment.leave(tmp_path / "straight", given, experiment._ended(given, straight, pool), reason, 0.0)
     left = files(tmp_path / "straight")
     assert left["summary"]["refused_updates"] == {"a/w0": 1}  # in noloco it has no partner in that outer step
-    assert left["summary"]["restarted_workers"] == {"a/w1": 1} | ({} if method == "sync_sgd" else {"a/w0": 1})
+    assert left["summary"]["restarts"] == {"a/w1": 1} | ({} if method == "sync_sgd" else {"a/w0": 1})
     assert left["summary"]["final_loss"] < 4.0
     assert straight.now > 11.0
     for number, stop in enumerate((0.3, 0.6, 0.9)):
@@ -778,7 +778,7 @@ def test_it_is_said_on_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert note in " ".join(out.split())
     assert note in (tmp_path / "out" / "report.html").read_text()
     code, out, _ = archipel("report", tmp_path / "out", "--json")
-    assert json.loads(out)["runs"][0]["restarted_workers"] == {"a/w1": 1}
+    assert json.loads(out)["runs"][0]["restarts"] == {"a/w1": 1}
 
     code, out, err = archipel("run", path, "--strict", "--out", tmp_path / "strict", "--processes", "1")
     assert (code, out) == (2, "")

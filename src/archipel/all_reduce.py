@@ -236,7 +236,7 @@ class AllReduces:
             chunks = tuple(means[number] for number in range(len(call.mine)))
             self.outcome = Outcome(message.group, message.round, message.attempt, chunks, message.refused)
             self._settle(self.outcome, tuple(call.asking))
-            self.finish(Reduced(torch.cat(chunks), message.group, message.round), call.since_s)
+            self.finish(Reduced(torch.cat(chunks), message.group, message.round, message.refused), call.since_s)
 
     def _settle(self, outcome: Outcome, others: Group) -> None:
         """Give others the mean that I have got."""

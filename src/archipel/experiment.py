@@ -447,7 +447,7 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "replica_std": last and last.replica_std,
         "stopped": stopped,
         "refused_updates": {str(node): count for node, count in sorted(recorder.refused.items())},
-        "restarted_workers": {str(node): count for node, count in sorted(recorder.restarted.items())},
+        "restarts": {str(node): count for node, count in sorted(recorder.restarted.items())},
         "workers": len(workers),
         "real": ended.real,
         "modelled": ended.modelled,

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archipel import checkpoint
-from archipel.actor import Actor, Gradient, Group, Joined, Lost, Message, NodeId, Reduced, Start, Trained, Vector
+from archipel.actor import Actor, Gradient, Group, Joined, Lost, Message, NodeId, Reduced, Refused, Start, Trained, Update, Vector
 from archipel.all_reduce import AllReduceMessage, AllReduces
 from archipel.checkpoint import Surroundings
 from archipel.data import Shard
@@ -46,6 +46,7 @@ from archipel.metrics import Recorder, Training
 from archipel.pipeline import Pipeline
 from archipel.pool import place_of
 from archipel.replica import NonFiniteLoss, Replica, Run, Solo
+from archipel.screening import Screen, ScreeningConfig, vectors_of
 from archipel.sharded import Leader, ShardedReplica
 from archipel.stage import Stage
 from archipel.task import NoTask, TaskConfig, make_task
@@ -82,6 +83,8 @@ class Setup:
         pipeline, shards: how workers share the replicas' stages, and the data of all replicas; None: each has a whole one.
         processes: that share this worker's replica.
         deadline_s: longest wait for those with whom inner steps are taken.
+        parameters: leading entries of this node's vectors that are parameters.
+        screening: which updates it does without; None: none.
         saves: None: it saves nothing.
         begins: see `Beginning`.
         life: how often this node has been started before.
@@ -103,6 +106,8 @@ class Setup:
     shards: tuple[Shard, ...] = ()
     processes: int = 1
     deadline_s: float = 60.0
+    parameters: int = 0
+    screening: ScreeningConfig | None = None
     saves: Saves | None = None
     begins: Beginning = "start"
     life: int = 0
@@ -154,6 +159,7 @@ class Status:
         doing: what it does or waits for.
         waits: it is not training.
         holds: it holds a part of the model to take home.
+        refused: updates that it has done without, by sender.
         messages, sent_bytes, slow_link_bytes: that have arrived here so far.
         snapshots: those of the marks reached so far.
     """
@@ -167,6 +173,7 @@ class Status:
     doing: str
     waits: bool
     holds: bool
+    refused: dict[NodeId, int]
     messages: int
     sent_bytes: float
     slow_link_bytes: float
@@ -279,6 +286,7 @@ class Host:
         self.mailbox: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # held while a message is handled
         self.recorder = Recorder()
+        self.screen = Screen(setup.screening) if setup.screening else None
         self.save_due = False
         self.saved = threading.Event()
         self.snapshots: list[Snapshot] = []
@@ -392,6 +400,7 @@ class Host:
                 self._doing(),
                 self.training_since_s is None,
                 self.actor.model() is not None,
+                dict(recorder.refused),
                 recorder.messages,
                 recorder.sent_bytes,
                 recorder.slow_link_bytes,
@@ -418,6 +427,9 @@ class Host:
         self.post(to, Envelope(self.me, self.setup.epoch, lives, number, self.now, type(message), contents(message)))
 
     def after(self, seconds: float, message: Message) -> None:
+        if not seconds:
+            self.mailbox.put(message)
+            return
         timer = threading.Timer(seconds, self.mailbox.put, (message,))
         timer.daemon = True
         timer.start()
@@ -455,7 +467,8 @@ class Host:
         self._compute(job, progress)
 
     def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
-        self.reduces.call(group, vector, round, self.now)
+        # In a collective nobody sees what another one gives, so each judges its own.
+        self.reduces.call(group, vector, round, self.now, refused=self._refuses(self.me, [vector]))
 
     # One event
 
@@ -504,8 +517,17 @@ class Host:
 
     def _handle(self, message: Message, sender: NodeId) -> None:
         self._happened()
+        if isinstance(message, Update) and self._refuses(sender, vectors_of(message)):
+            message = Refused(message)
         self.actor.upon(message, sender, self)
         self._keep_at_marks()
+
+    def _refuses(self, sender: NodeId, vectors: Sequence[Vector]) -> bool:
+        """Whether to do without an update; the sender is counted."""
+        why = self.screen.refuses(vectors, self.setup.parameters) if self.screen else None
+        if why is not None:
+            self.recorder.refuses(sender, why, self.now)
+        return why is not None
 
     def _happened(self) -> None:
         self.events += 1
@@ -592,8 +614,16 @@ class Host:
         saves = self.setup.saves
         assert saves is not None
         inner = self.inner.state if isinstance(self.inner, Solo) else []
-        state = {"actor": self.actor, "rng": self.rng, "batch": self.batch, "inner": inner, "recorder": self.recorder}
-        checkpoint.save(saves.folder, self.events, {**state, "events": self.events}, self._surroundings(), saves.recipe)
+        state = {
+            "actor": self.actor,
+            "rng": self.rng,
+            "batch": self.batch,
+            "inner": inner,
+            "screen": self.screen,
+            "recorder": self.recorder,
+            "events": self.events,
+        }
+        checkpoint.save(saves.folder, self.events, state, self._surroundings(), saves.recipe)
         self.save_due = False
         self.saved.set()
 
@@ -612,7 +642,7 @@ class Host:
             warnings.simplefilter("always")
             state = checkpoint.load(saves.folder, self._surroundings(), saves.recipe)
         self.actor, self.rng, self.batch = state["actor"], state["rng"], state["batch"]
-        self.recorder, self.events = state["recorder"], state["events"]
+        self.screen, self.recorder, self.events = state["screen"], state["recorder"], state["events"]
         if isinstance(self.inner, Solo) and setup.begins != "reset":
             for mine, saved in zip(self.inner.state, state["inner"], strict=True):
                 mine.copy_(saved)

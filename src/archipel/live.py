@@ -105,7 +105,7 @@ class Parts:
         recipe: with the profile filled in.
         actors: all of them, as they are at the start.
         run: what the learning rate depends on.
-        marks: see `rehearse`.
+        marks: see `rehearse`; empty where a run goes on.
         task, replica, pipeline: None where nothing is trained, or there are no stages.
     """
 
@@ -116,6 +116,12 @@ class Parts:
     task: Task | None
     replica: Replica | None
     pipeline: Pipeline | None
+
+    def parameters(self, node: NodeId) -> int:
+        """How many leading entries of a node's vectors are parameters."""
+        if self.pipeline and self.pipeline.parameters:
+            return self.pipeline.parameters[self.pipeline.places[node][0]]
+        return self.replica.layout.parameters if self.replica else 0
 
 
 def launch(
@@ -149,7 +155,7 @@ def launch(
     own = checkpoint.load(folder_of(directory), Surroundings({}), recipe.to_yaml()) if resume else {}
     torch.set_num_threads(1)  # the workers need the cores
     try:
-        parts = prepare(recipe)
+        parts = prepare(recipe, resume=resume)
         with session(address):
             if address is not None and not insecure:
                 check_protected(machines())
@@ -163,8 +169,10 @@ def launch(
                     return _leave(directory, parts, watch, stopped, wall_s)
                 except KeyboardInterrupt:
                     if watch.started_s:
+                        watch.ask()
                         watch.take_home_now()
                         watch.save_all()
+                    if watch.final:
                         _leave(directory, parts, watch, INTERRUPTED, wall_s)
                     raise
                 finally:
@@ -209,8 +217,8 @@ def _kept_if_saved(directory: Path, recipe: Recipe, *, resume: bool) -> Iterator
         raise
 
 
-def prepare(recipe: Recipe) -> Parts:
-    """Whatever can be done, and go wrong, before the first process is started."""
+def prepare(recipe: Recipe, *, resume: bool) -> Parts:
+    """Whatever can be done, and go wrong, before the first process is started. What goes on is as rehearsed no more."""
     experiment.check_reachable(recipe)
     task = None if isinstance(recipe.task, NoTask) else make_task(recipe.task)
     steps = experiment.planned_steps(recipe, task.tokens_per_step if task else None)
@@ -219,7 +227,7 @@ def prepare(recipe: Recipe) -> Parts:
     replica = None if task is None else Replica(task, run, device())
     profile = recipe.profile or measure_profile(replica, shards(recipe)[workers[0].id])
     recipe = replace(recipe, profile=profile)
-    marks = rehearse(recipe, profile, steps)
+    marks = [] if resume else rehearse(recipe, profile, steps)
     theta = replica.layout.read(replica.module) if replica else torch.empty(0)
     pipeline, layouts = experiment.pipeline_of(recipe), [replica.layout] if replica else []
     if task and pipeline:
@@ -271,7 +279,7 @@ def board(
             task=recipe.task,
             run=parts.run,
             shard=data.get(actor.me),
-            marks=tuple(mark[actor.me] for mark in marks) if actor.me in marks[-1] and not own else (),
+            marks=tuple(mark[actor.me] for mark in marks) if marks and actor.me in marks[-1] else (),
             step_time_s=pace_s.get(actor.me, 0.0) if live.pace == "profile" else 0.0,
             epoch=epoch,
             rank=ranks.get(actor.me, 0),
@@ -279,6 +287,8 @@ def board(
             shards=by_replica,
             processes=live.processes,
             deadline_s=live.deadline_s,
+            parameters=parts.parameters(actor.me),
+            screening=recipe.screening(live=True),
             saves=Saves(folder / actor.me.region / actor.me.name, f"{recipe.to_yaml()}# run {number}\n") if every else None,
             begins="resume" if own else "start",
         )
@@ -294,7 +304,7 @@ def board(
             parts.replica,
             Recorder(evaluations=own.get("evaluations", [])),
             live.deadline_s,
-            lambda held: whole(held, list(marks[-1]), parts.pipeline),
+            lambda held: whole(held, list(marks[-1]) if marks else [], parts.pipeline),
         ),
         planned=parts.run.total_steps,
         tokens_per_step=parts.task.tokens_per_step if parts.task else None,
@@ -345,9 +355,12 @@ def _leave(directory: Path, parts: Parts, watch: Watch, stopped: str, wall_s: fl
     """Stop the hosts, put together what they leave, and write the run directory."""
     records, recipe = watch.stop(), parts.recipe
     watch.evaluator.collect(wait=True)
+    if not watch.final:
+        raise TrainingError("nobody who holds the model was there when it was to be taken home")
     time_s = max(snapshot.time_s for snapshot in watch.final)
     recorder = merged([record.recorder for record in records], time_s)
     recorder.evaluations = watch.evaluator.recorder.evaluations
+    recorder.restarted = watch.restarts
     profile, used = recipe.profile, set(watch.places.values())
     assert profile is not None
     if parts.replica and not watch.evaluator.parts:

@@ -59,7 +59,7 @@ _JSON = [
     "replica_std",
     "stopped",
     "refused_updates",
-    "restarted_workers",
+    "restarts",
     "settings",
 ]
 _MEANS = ("final_loss", "time_s", "inner_steps", "outer_steps", "tokens", "slow_link_bytes", "idle_fraction")
@@ -264,14 +264,17 @@ def changes(runs: Iterable[Run]) -> list[str]:
 def incidents(runs: Iterable[Run]) -> list[str]:
     """A line for each node of a label whose updates were refused, or that was restarted, over all seeds."""
     totals: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
+    after: dict[str, str] = {}
     for run in runs:  # runs of older versions do not say
-        for kind in ("refused_updates", "restarted_workers"):
+        # A live run also starts those again that died.
+        after[run.summary["label"]] = "" if run.summary.get("clock") == "measured" else " after a loss that was not finite"
+        for kind in ("refused_updates", "restarts"):
             for node, count in run.summary.get(kind, {}).items():
                 totals[run.summary["label"]][kind, node] += count
     return [
         f"{label}: {count} update{'s' if count > 1 else ''} of {node} refused"
         if kind == "refused_updates"
-        else f"{label}: {node} restarted {'once' if count == 1 else f'{count} times'} after a loss that was not finite"
+        else f"{label}: {node} restarted {'once' if count == 1 else f'{count} times'}{after[label]}"
         for label, counts in totals.items()
         for (kind, node), count in counts.items()
     ]

@@ -31,6 +31,7 @@ from archipel.metrics import Evaluation, Recorder
 from archipel.ray_host import make_followers, make_host
 from archipel.recipe import Recipe
 from archipel.replica import Replica
+from archipel.simulator import NOT_FINITE
 
 TICK_S = 1.0
 """How often hosts are asked how things stand."""
@@ -151,6 +152,8 @@ class Watch:
         lives: of nodes that have been started again since this process has run.
         restarts: how often each node has been started again in the whole run.
         losses: of hosts, so far.
+        not_finite: how often each worker's loss has not been finite, with no inner steps that it has finished in between.
+        warned: of whose updates it has been said that they are refused.
     """
 
     recipe: Recipe
@@ -182,6 +185,8 @@ class Watch:
     lives: dict[NodeId, int] = field(default_factory=dict)
     restarts: dict[NodeId, int] = field(default_factory=dict)
     losses: int = 0
+    not_finite: dict[NodeId, int] = field(default_factory=dict)
+    warned: set[NodeId] = field(default_factory=set)
     saves: int = 0
     next_save: float = 0.0
     evaluated: int = 0
@@ -294,8 +299,11 @@ class Watch:
         for ref in self._wait(list(self.asked), TICK_S, everything=True):
             node = self.asked.pop(ref)
             with suppress(ray.exceptions.RayError):  # its run says so too
-                self.statuses[node] = ray.get(ref)
+                self.statuses[node] = status = ray.get(ref)
                 self.answered_s[node] = self.now
+                for sender in status.refused.keys() - self.warned:
+                    warnings.warn(f"{node} refuses an update of {sender}: not finite, or absurdly large", stacklevel=2)
+                self.warned |= status.refused.keys()
 
     def _wait(self, refs: list[Any], timeout_s: float, *, everything: bool = False) -> list[Any]:
         """Those calls that have come back, when one has, or `everything`, or when time is up."""
@@ -329,18 +337,23 @@ class Watch:
     def _evaluate_marks(self) -> None:
         """Have the model evaluated at the marks that all its holders have passed."""
         if self.exact:
-            kept = [self.statuses[node].snapshots for node in self.holders if node in self.statuses]
-            while len(kept) == len(self.holders) and self.evaluated < min(map(len, kept)):
-                self._evaluate([snapshots[self.evaluated] for snapshots in kept])
-                self.evaluated += 1
+            self._evaluate_kept()
         else:
             between = max(1, self.planned // self.recipe.run.evaluations)
             absorbed = self._whole_steps(self.statuses[node].absorbed for node in self.holders)
             if absorbed >= min(self.planned, (self.inner_steps // between + 1) * between):
                 self.take_home_now()
 
+    def _evaluate_kept(self) -> None:
+        kept = [self.statuses[node].snapshots for node in self.holders if node in self.statuses]
+        while len(kept) == len(self.holders) and self.evaluated < min(map(len, kept)):
+            self._evaluate([snapshots[self.evaluated] for snapshots in kept])
+            self.evaluated += 1
+
     def take_home_now(self) -> None:
         """Have the model evaluated, and taken home, as it is at this moment; as it was last if nobody holds it now."""
+        if self.exact:
+            self._evaluate_kept()
         refs = {self.hosts[node].snapshot.remote(): node for node in self.holders}
         ready = self._wait(list(refs), self.deadline_s, everything=True)
         if self.exact and len(ready) < len(refs):
@@ -381,8 +394,11 @@ class Watch:
             self._check(ref, node)
         except (ray.exceptions.RayActorError, Diverged) as error:
             if isinstance(error, Diverged):
-                if self.recipe.run.strict:
-                    raise
+                # A loss that it has said since it was started is one of inner steps that it has finished.
+                finished = node in self.statuses and self.statuses[node].loss is not None
+                count = self.not_finite[node] = 1 if finished else self.not_finite.get(node, 0) + 1
+                if self.recipe.run.strict or count == NOT_FINITE:
+                    raise Diverged(f"{error}, {count} times in a row" if count > 1 else str(error)) from None
                 self._lose(node, error, "reset")
             else:
                 reason = " ".join(str(error).split())[:400]
@@ -515,6 +531,7 @@ class Watch:
             warnings.warn(
                 f"{listed(late)} had not ended its inner steps after {self.deadline_s:g} s, and is not saved", stacklevel=2
             )
+        self.evaluator.collect(wait=True)
         self._save_own()
 
     def _save_own(self) -> None:
@@ -526,7 +543,7 @@ class Watch:
             "number": self.number, "time_s": self.now, "evaluations": evaluations, "restarts": self.restarts,
             "saves": self.saves,
         }  # fmt: skip
-        checkpoint.save(self.folder, self.saves, state, Surroundings({}), self.recipe.to_yaml())
+        checkpoint.save(self.folder, self.saves, state, Surroundings({}), self.recipe.to_yaml(), self.every)
         self.saves += 1
 
     # The end
