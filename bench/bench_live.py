@@ -22,7 +22,7 @@ import ping
 import ray
 import torch
 
-from archipel import cluster, live
+from archipel.live import cluster, launch
 from archipel.recipe import Recipe, parse_recipe
 from bench import paired
 
@@ -43,7 +43,7 @@ def recipe(workers: int, steps: int, method: Any, task: Any) -> Recipe:
 
 def live_tokens_per_s(workers: int, steps: int, folder: Path) -> float:
     chosen = recipe(workers, steps * workers, {"name": "diloco", "inner_steps": 32}, TASK)
-    summary = live.launch(chosen, folder / "run")
+    summary = launch.launch(chosen, folder / "run")
     return float(summary["tokens"] / summary["time_s"])
 
 
@@ -55,7 +55,7 @@ def bare_tokens_per_s(workers: int, steps: int) -> float:
 
 
 def live_mb_per_s(messages: int, folder: Path) -> float:
-    summary = live.launch(recipe(2, messages, str(HERE / "ping.py"), "none"), folder / "run")
+    summary = launch.launch(recipe(2, messages, str(HERE / "ping.py"), "none"), folder / "run")
     return float(4e-6 * ping.NUMEL * summary["inner_steps"] / summary["time_s"])
 
 

@@ -1,4 +1,4 @@
-"""`all_reduce.py` alone: nodes in one thread, whose messages and news come in any order that a network allows."""
+"""`live/all_reduce.py` alone: nodes in one thread, whose messages and news come in any order that a network allows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from archipel import all_reduce, outer
+from archipel import outer
 from archipel.actor import Group, Message, NodeId, Reduced
-from archipel.all_reduce import AllReduces
 from archipel.errors import TrainingError
+from archipel.live import all_reduce
+from archipel.live.all_reduce import AllReduces
 
 NODES = tuple(NodeId("a" if i < 3 else "b", f"w{i}") for i in range(6))
 ROUNDS = 3

@@ -689,7 +689,7 @@ def test_a_model_in_stages_has_no_faults_yet() -> None:
 
 
 def test_a_live_run_makes_no_faults() -> None:
-    live = pytest.importorskip("archipel.live")
+    live = pytest.importorskip("archipel.live.launch")
     with pytest.raises(UserError, match=r"^faults: `archipel launch` makes none on purpose"):
         live.launch(recipe("diloco", CRASH), Path("nowhere"))
 

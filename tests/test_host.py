@@ -1,4 +1,4 @@
-"""`host.py` without Ray: hosts in threads of this process, against the simulator; and its mail, alone."""
+"""`live/host.py` without Ray: hosts in threads of this process, against the simulator; and its mail, alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from archipel import experiment, methods, outer
 from archipel.actor import Actor, Context, Joined, Message, NodeId, Reduced, Refused, Start, Trained, World
-from archipel.all_reduce import CHUNK
 from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.host import Host, News, Record, Saves, Setup
-from archipel.mail import Envelope, Inbox, contents
+from archipel.live.all_reduce import CHUNK
+from archipel.live.host import Host, News, Record, Saves, Setup
+from archipel.live.mail import Envelope, Inbox, contents
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.replica import Replica, Run, Solo
@@ -176,7 +176,7 @@ def fleet_of(chosen: Recipe, marks: list[dict[NodeId, int]]) -> tuple[Fleet, Rep
 @pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
 def test_synchronous_methods_end_with_the_simulators_weights(method: str, tmp_path: Path) -> None:
     """Bit for bit, at every mark: what these methods compute depends on no clock."""
-    live = pytest.importorskip("archipel.live")
+    live = pytest.importorskip("archipel.live.launch")
     chosen = recipe(method)
     assert chosen.profile
     marks = live.rehearse(chosen, chosen.profile, 200)
@@ -194,7 +194,7 @@ def test_synchronous_methods_end_with_the_simulators_weights(method: str, tmp_pa
 
 @pytest.mark.parametrize("method", methods.names())
 def test_every_method_comes_to_its_last_mark(method: str) -> None:
-    live = pytest.importorskip("archipel.live")
+    live = pytest.importorskip("archipel.live.launch")
     chosen = recipe(method, task="none")
     assert chosen.profile
     marks = live.rehearse(chosen, chosen.profile, 200)

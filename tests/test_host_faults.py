@@ -21,8 +21,8 @@ from torch import Tensor
 from archipel import methods
 from archipel.actor import NodeId, World
 from archipel.data import Shard
-from archipel.host import Host, News, Setup
-from archipel.mail import Envelope
+from archipel.live.host import Host, News, Setup
+from archipel.live.mail import Envelope
 from archipel.replica import Run
 from archipel.task import NoTask
 from archipel.topology import parse_topology

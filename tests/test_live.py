@@ -1,4 +1,4 @@
-"""`live.py`: the same recipes on Ray. One Ray session serves most of these tests; what it must not leave behind has its own."""
+"""`live/`: the same recipes on Ray. One Ray session serves most of these tests; what it must not leave behind has its own."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from archipel.errors import Diverged, TrainingError, UserError
 from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
 
-live = pytest.importorskip("archipel.live")
-cluster = pytest.importorskip("archipel.cluster")
+live = pytest.importorskip("archipel.live.launch")
+cluster = pytest.importorskip("archipel.live.cluster")
 
 SETTINGS = {"inner_steps": 5, "accumulate": 2, "global_lr": 1.0, "local_lr": 1.6, "local_momentum": 0.0, "outer_momentum": 0.0}
 PROFILE = {"name": "small", "model_bytes": 10_000, "step_time_s": 0.03}

@@ -1,4 +1,4 @@
-"""`sharded.py`: two processes that share one copy of a model take the steps of one process."""
+"""`live/sharded.py`: two processes that share one copy of a model take the steps of one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from archipel.data import Shard
+from archipel.live.sharded import Leader, ShardedReplica
 from archipel.recipe import parse_recipe
 from archipel.replica import Replica, Run, Solo
-from archipel.sharded import Leader, ShardedReplica
 from archipel.task import Task, make_task
 
 CPU, RUN, SHARD = torch.device("cpu"), Run(40, 2, 3), Shard(1, 2, 0, 1, 3)

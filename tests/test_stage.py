@@ -1,4 +1,4 @@
-"""`stage.py`: stages that are processes of their own compute what `pipeline.Stages` computes in one."""
+"""`live/stage.py`: stages that are processes of their own compute what `pipeline.Stages` computes in one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from archipel.actor import NodeId
 from archipel.data import shards_of
 from archipel.errors import TrainingError
+from archipel.live.stage import Stage
 from archipel.pipeline import Pipeline, Stages
 from archipel.recipe import parse_recipe
 from archipel.replica import Replica, Run
-from archipel.stage import Stage
 from archipel.task import Task, make_task
 
 CPU = torch.device("cpu")

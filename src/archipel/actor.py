@@ -160,7 +160,7 @@ class Context(Protocol):
     def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
         """Mean over `group`, once every member has called with this `round`; `Reduced` comes back to me.
 
-        Whom any member's `group` names is waited for by all, and no longer than until it is lost. If it is lost in the middle, the
+        Whom the first of `group` names is waited for by all, and no longer than until it is lost. If it is lost in the middle, the
         others begin again.
         """
 

@@ -51,7 +51,7 @@ from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
 from archipel.yamlfile import dump
 
 if TYPE_CHECKING:  # it imports Ray, which takes a second
-    from archipel.watch import Now
+    from archipel.live.watch import Now
 
 app = typer.Typer(
     help="Train one model over slow links: compare methods on a modelled network, then run one for real.",
@@ -563,7 +563,7 @@ def go_live(
     recipe: Recipe, directory: Path, address: str | None, every: Every | None, *, insecure: bool, resume: bool = False
 ) -> None:
     """Run `recipe` live in a run directory, or go on with the run that was stopped there."""
-    from archipel import live
+    from archipel.live import launch as live
 
     try:
         with live_progress_of(directory.name) as progress:

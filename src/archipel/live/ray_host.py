@@ -16,12 +16,12 @@ import torch
 
 from archipel import methods
 from archipel.actor import NodeId
-from archipel.cluster import Machine, on
 from archipel.errors import TrainingError
-from archipel.host import Host, Meeting, News, Record, Setup, Snapshot, Status, device, free_port, meet
-from archipel.mail import Envelope
+from archipel.live.cluster import Machine, on
+from archipel.live.host import Host, Meeting, News, Record, Setup, Snapshot, Status, device, free_port, meet
+from archipel.live.mail import Envelope
+from archipel.live.sharded import ShardedReplica
 from archipel.recipe import Recipe
-from archipel.sharded import ShardedReplica
 from archipel.task import make_task
 
 

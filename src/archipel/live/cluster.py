@@ -1,6 +1,6 @@
 """A Ray cluster: which machines it has, where nodes belong on them, and whether strangers are kept out.
 
-What belongs here: sessions, machines, places, protection. What does not: what runs there (`live.py`).
+What belongs here: sessions, machines, places, protection. What does not: what runs there (`ray_host.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One actor under the real clock: its mailbox, its verbs, and its inner steps in a thread beside the handlers.
 
 What belongs here: all that one node of a live run does. What does not: who carries its mail and who watches over it
-(`live.py`; nothing here knows Ray), what a method does, how an inner step is taken (`replica.py`).
+(`ray_host.py`, `watch.py`; nothing here knows Ray), what a method does, how an inner step is taken (`replica.py`).
 
 A host handles one message at a time, in the order of arrival; `mail.Inbox` sees to that order, whatever carries them. Inner steps
 run in a thread of their own, so that a server's answer or a peer's vector is taken in while a worker trains.
@@ -37,18 +37,18 @@ from torch import Tensor
 
 from archipel import checkpoint
 from archipel.actor import Actor, Gradient, Group, Joined, Lost, Message, NodeId, Reduced, Refused, Start, Trained, Update, Vector
-from archipel.all_reduce import AllReduceMessage, AllReduces
 from archipel.checkpoint import Surroundings
 from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.mail import Envelope, Inbox, contents
+from archipel.live.all_reduce import AllReduceMessage, AllReduces
+from archipel.live.mail import Envelope, Inbox, contents
+from archipel.live.sharded import Leader, ShardedReplica
+from archipel.live.stage import Stage
 from archipel.metrics import Recorder, Training
 from archipel.pipeline import Pipeline
 from archipel.pool import place_of
 from archipel.replica import NonFiniteLoss, Replica, Run, Solo
 from archipel.screening import Screen, ScreeningConfig, vectors_of
-from archipel.sharded import Leader, ShardedReplica
-from archipel.stage import Stage
 from archipel.task import NoTask, TaskConfig, make_task
 
 # What a host is told and what it tells

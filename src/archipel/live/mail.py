@@ -1,7 +1,7 @@
 """Messages between processes: what they travel in, and which of them are let in.
 
-What belongs here: envelopes, and the inbox that puts them in order. What does not: who carries them (`live.py`), what becomes of
-them (`host.py`).
+What belongs here: envelopes, and the inbox that puts them in order. What does not: who carries them
+(`ray_host.py`), what becomes of them (`host.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who watches over the hosts of a live run: are they alive, how far are they, when are they saved, and is the run over.
 
 What belongs here: everything that nobody who has one actor can know. What does not: how a host is made (`ray_host.py`), what goes
-before a run and comes after it (`live.py`).
+before a run and comes after it (`launch.py`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from archipel import checkpoint, outer
 from archipel.actor import NodeId, Vector
 from archipel.checkpoint import Every, Surroundings
-from archipel.cluster import Machine, listed, machines, place
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.host import Beginning, Meeting, News, Record, Setup, Snapshot, Status
+from archipel.live.cluster import Machine, listed, machines, place
+from archipel.live.host import Beginning, Meeting, News, Record, Setup, Snapshot, Status
+from archipel.live.ray_host import make_followers, make_host
 from archipel.metrics import Evaluation, Recorder
-from archipel.ray_host import make_followers, make_host
 from archipel.recipe import Recipe
 from archipel.replica import Replica
 from archipel.simulator import NOT_FINITE
@@ -138,7 +138,7 @@ class Watch:
     Attributes:
         setups: what the first host of each node was told.
         peers: those whom each node may send to.
-        marks: see `live.rehearse`.
+        marks: see `launch.rehearse`.
         planned: inner steps.
         tokens_per_step: of one inner step; None where nothing is trained.
         every: how often all are saved, in `folder`; None: never.
