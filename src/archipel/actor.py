@@ -161,7 +161,8 @@ class Context(Protocol):
         """Mean over `group`, once every member has called with this `round`; `Reduced` comes back to me.
 
         Whom the first of `group` names is waited for by all, and no longer than until it is lost. If it is lost in the middle, the
-        others begin again.
+        others begin again. A member waits for one mean at a time. Where members can be lost, `round` must go up from call to
+        call: it tells those who begin again from those who go on.
         """
 
 

@@ -9,6 +9,7 @@ garbage in it, an inner optimizer that has gone astray. A median is what a few b
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -50,10 +51,11 @@ class Screen:
             parameters: leading entries of the gradient that are parameters. Behind them lie buffers, which are values and have no
                 usual size: a running variance of 10⁶ is fine.
         """
-        if not all(bool(torch.isfinite(vector).all()) for vector in vectors):
-            return "it is not finite"
-        # In double precision: the square of a finite fp32 number need not be one.
+        # In double precision: the square of a finite fp32 number need not be one. Then the norm is finite if all entries are.
         norm = float(torch.linalg.vector_norm(vectors[0][:parameters], dtype=torch.float64))
+        others = (vectors[0][parameters:], *vectors[1:])
+        if not math.isfinite(norm) or not all(bool(torch.isfinite(vector).all()) for vector in others):
+            return "it is not finite"
         if self.accepted >= self.config.warm_up:
             median = statistics.median(self.norms)
             # As long as nothing has moved, nothing is too large.

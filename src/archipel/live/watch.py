@@ -49,7 +49,7 @@ class Now:
         loss: mean of the workers' last training losses; None before the first.
         tokens_per_s: absorbed, since the start; None where nothing is trained.
         idle: the part of their time that workers have not computed so far.
-        late: who has been silent longest and what it does; None if nobody for more than a few ticks.
+        late: who is not there, or has been silent longest and what it does; None if nobody for more than a few ticks.
     """
 
     inner_steps: int
@@ -128,6 +128,10 @@ class Evaluator:
 # The one who watches
 
 
+class Died(TrainingError):
+    """A host's process is gone."""
+
+
 @dataclass
 class Watch:
     """Hosts that run, and what is known of them.
@@ -152,6 +156,7 @@ class Watch:
         lives: of nodes that have been started again since this process has run.
         restarts: how often each node has been started again in the whole run.
         losses: of hosts, so far.
+        lost_s: when the last one was lost.
         not_finite: how often each worker's loss has not been finite, with no inner steps that it has finished in between.
         warned: of whose updates it has been said that they are refused.
     """
@@ -185,6 +190,7 @@ class Watch:
     lives: dict[NodeId, int] = field(default_factory=dict)
     restarts: dict[NodeId, int] = field(default_factory=dict)
     losses: int = 0
+    lost_s: float = 0.0
     not_finite: dict[NodeId, int] = field(default_factory=dict)
     warned: set[NodeId] = field(default_factory=set)
     saves: int = 0
@@ -327,7 +333,7 @@ class Watch:
                 self._let_run(node)
         elif ref in self.saving:
             node = self.saving.pop(ref)
-            with suppress(ray.exceptions.RayActorError):  # its run says so too
+            with suppress(Died):  # its run says so too
                 self._check(ref, node)
 
     def _let_run(self, node: NodeId) -> None:
@@ -392,7 +398,7 @@ class Watch:
         """
         try:
             self._check(ref, node)
-        except (ray.exceptions.RayActorError, Diverged) as error:
+        except (Died, Diverged) as error:
             if isinstance(error, Diverged):
                 # A loss that it has said since it was started is one of inner steps that it has finished.
                 finished = node in self.statuses and self.statuses[node].loss is not None
@@ -401,9 +407,7 @@ class Watch:
                     raise Diverged(f"{error}, {count} times in a row" if count > 1 else str(error)) from None
                 self._lose(node, error, "reset")
             else:
-                reason = " ".join(str(error).split())[:400]
-                text = f"{self._who(node)} died; {self._last_words(node)}; Ray says: {reason}"
-                self._lose(node, TrainingError(text), "restart")
+                self._lose(node, error, "restart")
             return False
         return True
 
@@ -411,6 +415,9 @@ class Watch:
         """Raise what a host's call has raised, if it has."""
         try:
             ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            reason = " ".join(str(error).split())[:400]
+            raise Died(f"{self._who(node)} died; {self._last_words(node)}; Ray says: {reason}") from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (UserError, TrainingError)):
                 raise error.cause from None
@@ -422,14 +429,17 @@ class Watch:
             if silent_s > self.deadline_s:
                 silent = f"has not answered for {silent_s:.0f} s (live.deadline_s = {self.deadline_s:g})"
                 self._lose(node, TrainingError(f"{self._who(node)} {silent}; {self._last_words(node)}"), "restart")
+        for node in list(self.starting.values()):
+            if self.now - self.answered_s[node] > START_S:
+                self._lose(node, TrainingError(f"{self._who(node)} did not start within {START_S:g} s"), "restart")
         statuses = self.statuses
-        if self.starting or len(statuses) < len(self.runs):
+        quiet_s = min((status.quiet_s for status in statuses.values()), default=self.now - self.lost_s)
+        if self.starting or len(statuses) < len(self.runs) or quiet_s <= self.deadline_s:
             return
-        if self.homeless or min(status.quiet_s for status in statuses.values()) <= self.deadline_s:
-            return
-        waits = "; ".join(f"{node} {status.doing}" for node, status in list(statuses.items())[:8])
-        more = f" and {len(statuses) - 8} more" if len(statuses) > 8 else ""
-        raise TrainingError(f"nothing has happened for {self.deadline_s:g} s (live.deadline_s): {waits}{more}")
+        doing = [f"{node} is lost, and no machine of region {node.region!r} is there" for node in self.homeless]
+        doing += [f"{node} {status.doing}" for node, status in statuses.items()]
+        more = f" and {len(doing) - 8} more" if len(doing) > 8 else ""
+        raise TrainingError(f"nothing has happened for {self.deadline_s:g} s (live.deadline_s): {'; '.join(doing[:8])}{more}")
 
     def _lose(self, node: NodeId, why: Exception, begins: Beginning) -> None:
         """A host is lost: end what is left of it, tell the others, and start it again."""
@@ -441,6 +451,7 @@ class Watch:
         self.statuses.pop(node, None)
         self.exact = False
         self.losses += 1
+        self.lost_s = self.now
         before = self.restarts.get(node, 0)
         if before >= self.recipe.live.max_restarts or self.recipe.pipeline.stages > 1:
             again = f"; it has been started again {before} times (live.max_restarts)" if before else ""
@@ -476,6 +487,7 @@ class Watch:
                 losses=self.losses,
             )
             self.hosts[node] = make_host(self.recipe, setup, self.places[node])
+            self.answered_s[node] = self.now
             self._connect(node, setup)
 
     def _tell_others(self, news: News) -> None:
@@ -557,7 +569,7 @@ class Watch:
             raise TrainingError(f"{listed(late)} did not stop within {self.deadline_s:g} s")
         records = []
         for ref in ready:
-            with suppress(ray.exceptions.RayActorError):
+            with suppress(Died):
                 self._check(ref, self.runs[ref])
                 records.append(ray.get(ref))
         return records
@@ -578,6 +590,10 @@ class Watch:
         absorbed = min(self.planned, self._whole_steps(status.absorbed for status in self.statuses.values()))
         quiet_s, slowest = max(((status.quiet_s, node) for node, status in self.statuses.items()), default=(0.0, None))
         late = None if slowest is None or quiet_s < 5 * TICK_S else f"{slowest} {self.statuses[slowest].doing}"
+        for node in self.starting.values():
+            late = f"{node} is being started again"
+        for node in self.homeless:
+            late = f"{node}, for which no machine of region {node.region!r} is there"
         return Now(
             absorbed,
             self.planned,
