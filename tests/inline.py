@@ -174,3 +174,16 @@ def simulator(
 def model_of(simulator: Simulator) -> Tensor:
     """The model that a user would take home."""
     return torch.stack(simulator.parts()).mean(dim=0)
+
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "sync_sgd": {},
+    "diloco": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "async_local_sgd": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "buffer": 1},
+    "noloco": {"inner_steps": 4, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
+    "halos": {
+        "inner_steps": 4, "accumulate": 2, "merge_weight": 0.0, "report_since": "send", "local_lr": 1.0, "local_momentum": 0.0,
+        "local_buffer": 1, "global_lr": 1.0, "global_momentum": 0.0, "global_buffer": 1,
+    },
+}  # fmt: skip
+"""Settings with which each method adds up what workers do, so that a model says which inner steps are in it."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inline import Quadratic, workers_of
+from inline import PLAIN, Quadratic, workers_of
 from torch import Tensor
 
 from archipel import cli, experiment, faults, fuzz, invariants, methods
@@ -341,16 +341,6 @@ class OneHot(Quadratic):
         return Done(0.0)
 
 
-PLAIN: dict[str, dict[str, Any]] = {
-    "sync_sgd": {},
-    "diloco": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0},
-    "async_local_sgd": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "buffer": 1},
-    "noloco": {"inner_steps": 4, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
-    "halos": {
-        "inner_steps": 4, "accumulate": 2, "merge_weight": 0.0, "report_since": "send", "local_lr": 1.0, "local_momentum": 0.0,
-        "local_buffer": 1, "global_lr": 1.0, "global_momentum": 0.0, "global_buffer": 1,
-    },
-}  # fmt: skip
 TROUBLE = RandomFaults(
     until_s=200.0, mean_s=15.0, slow_per_hour=30, crashes_per_hour=150, losses_per_hour=30, delays_per_hour=30,
     duplicates_per_hour=30, links_down_per_hour=30, partitions_per_hour=30,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inline import Inline, Quadratic, linear_task, model_of, simulator, workers_of
+from inline import PLAIN, Inline, Quadratic, linear_task, model_of, simulator, workers_of
 from torch import Tensor
 
 from archipel import checkpoint, cli, experiment, methods, report
@@ -143,16 +143,6 @@ class Marked(Quadratic):
         return Done(0.0)
 
 
-PLAIN: dict[str, dict[str, Any]] = {
-    "sync_sgd": {},
-    "diloco": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0},
-    "async_local_sgd": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "buffer": 1},
-    "noloco": {"inner_steps": 4, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
-    "halos": {
-        "inner_steps": 4, "accumulate": 2, "merge_weight": 0.0, "report_since": "send", "local_lr": 1.0, "local_momentum": 0.0,
-        "local_buffer": 1, "global_lr": 1.0, "global_momentum": 0.0, "global_buffer": 1,
-    },
-}  # fmt: skip
 POISON = {"nan": math.nan, "inf": math.inf, "too large": 1e6}
 
 
