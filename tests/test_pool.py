@@ -162,6 +162,7 @@ def test_errors_of_the_task_name_worker_and_place(pools: Any, own: Own, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:worker .* it is restarted")
 def test_a_pool_goes_on_after_a_run_that_diverged(
     pools: Any, left: dict[tuple[str, str], dict[str, bytes]], tmp_path: Path
 ) -> None:
@@ -175,11 +176,13 @@ def test_a_pool_goes_on_after_a_run_that_diverged(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:worker .* it is restarted")
 def test_a_loss_that_is_not_finite_names_worker_and_step(pools: Any, own: Own, tmp_path: Path) -> None:
     given = own.recipe("diloco", "nan")
     with pytest.raises(Diverged) as error:
         experiment.simulate(given, pools(given), tmp_path / "run")
-    assert "is nan" in str(error.value)
+    assert "is nan at its inner step" in str(error.value)
+    assert "3 times in a row" in str(error.value)
     assert str(error.value).startswith("diloco: ")
     assert "\n" not in str(error.value)
 

@@ -190,8 +190,8 @@ def resume(
         go_live(recipe, path, address, saved_every or parse_every(SAVE_EVERY), insecure=insecure, resume=True)
     target = next(iter(recipes.values())).run.target_loss
     recipes = {path: recipe for path, recipe in recipes.items() if path not in lively}
-    noted = [every for path in recipes if (every := noted_every(path / experiment.CHECKPOINTS))]  # runs of one command have one
-    every = every or next(iter(noted), None)
+    noted = filter(None, (noted_every(path / experiment.CHECKPOINTS) for path in recipes))  # runs of one command have one
+    every = every or next(noted, None)
     diverged: list[str] = []
     with progress_of() as begin:
         # Runs of one comparison share a pool.
