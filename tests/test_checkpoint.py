@@ -601,8 +601,23 @@ def test_ctrl_c_saves_and_resume_goes_on_with_all_that_is_not_finished(
         assert files(out / name) == files(tmp_path / "whole" / name)
     assert archipel("resume", out) == (
         2,
-        [f"archipel: nothing to resume in {out}: no run directory (a folder with recipe.yaml) whose run has not ended"],
+        [
+            f"archipel: nothing to resume in {out}: no run directory (a folder with recipe.yaml) whose run has not ended, or of a "
+            "live run its folder `checkpoint` is gone"
+        ],
     )
+
+
+def test_a_run_that_is_going_on_is_left_alone(archipel: Any, tmp_path: Path) -> None:
+    """By whoever resumes it, or starts another of its name; another process has it, which here is another descriptor."""
+    assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path)[0] == 0
+    run = tmp_path / "halos-seed0"
+    (run / "summary.json").unlink()
+    used = f"{run} is in use: its run is going on in another process"
+    with experiment.alone_in(run):
+        assert archipel("resume", tmp_path) == (2, [f"archipel: {used}"])
+        assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path) == (2, [f"archipel: {used}"])
+    assert archipel("resume", tmp_path)[0] == 0
 
 
 def test_a_folder_of_the_users_is_not_taken_for_a_run(archipel: Any, tmp_path: Path) -> None:

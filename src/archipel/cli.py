@@ -180,7 +180,10 @@ def resume(
     """
     recipes = {path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)}
     if not recipes:
-        raise UserError(f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended")
+        raise UserError(
+            f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended, or of a live "
+            "run its folder `checkpoint` is gone"
+        )
     for path, recipe in recipes.items():
         experiment.check_resumable(path, recipe)
     every = None if checkpoint_every is None else parse_every(checkpoint_every)

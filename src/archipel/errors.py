@@ -35,7 +35,9 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 def explain(error: ValidationError, place: str, model: type[BaseModel]) -> UserError:
     """pydantic's first complaint about a `model` at `place` as one line: where, what was given, what is allowed."""
-    first = error.errors(include_url=False)[0]
+    complaints = error.errors(include_url=False)
+    # A name that is mistyped is also missing.
+    first = next((one for one in complaints if one["type"] == "extra_forbidden"), complaints[0])
     where = ".".join(str(part) for part in (place, *first["loc"]) if str(part))
     given = repr(first["input"])
     match first["type"]:
@@ -46,6 +48,11 @@ def explain(error: ValidationError, place: str, model: type[BaseModel]) -> UserE
             return UserError(f"{where}: unknown key {name!r}{nearest(name, options)}{allowed}")
         case "missing":
             return UserError(f"{where}: this key is required")
+        case "union_tag_invalid":
+            known, name = [tag.strip("' ") for tag in first["ctx"]["expected_tags"].split(",")], first["ctx"]["tag"]
+            return UserError(f"{where}.kind = {name!r}: allowed are {', '.join(known)}{nearest(name, known)}")
+        case "union_tag_not_found":
+            return UserError(f"{where}.kind: this key is required")
         case "value_error":
             return UserError(f"{where}: {first['ctx']['error']}")
         case _:
@@ -53,11 +60,14 @@ def explain(error: ValidationError, place: str, model: type[BaseModel]) -> UserE
 
 
 def _at(model: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
-    """The model inside `model` that has the field `location`."""
+    """The model inside `model` that has the field `location`. In a union of kinds, pydantic names the kind on the way."""
+    kinds: list[type[BaseModel]] = []
     for part in location:
         if isinstance(part, str) and part in model.model_fields:
-            for kind in _models(model.model_fields[part].annotation):
-                model = kind
+            kinds = list(_models(model.model_fields[part].annotation))
+            model = kinds[-1] if kinds else model
+        elif tagged := [kind for kind in kinds if (field := kind.model_fields.get("kind")) and field.default == part]:
+            [model] = tagged
     return model
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -204,13 +205,16 @@ def simulate(
     started = time.perf_counter()
     check_reachable(recipe)
     check_every(every, pool)
+    if is_run_directory(directory):
+        with alone_in(directory):
+            pass
     recipe = replace(recipe, profile=recipe.profile or measure_profile(pool))
     simulator = make_simulator(recipe, pool, progress)
     if resume and checkpoint.checkpoints(directory / CHECKPOINTS):
         started -= load_checkpoint(directory, recipe, simulator)
     else:
         start_directory(directory, recipe)
-    with interrupts() as interrupted:
+    with alone_in(directory), interrupts() as interrupted:
         try:
             while True:
                 stopped = simulator.run(_when_to_save(every, simulator, interrupted))
@@ -525,6 +529,27 @@ def _replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Nobody else runs in a run directory meanwhile. If this process dies, the next one may.
+
+    Raises:
+        UserError: somebody does.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"{directory} is in use: its run is going on in another process") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def is_run_directory(directory: Path) -> bool:
     """A run has left its summary in it, or has begun in it and nobody has put anything else there."""
     names = {path.name.removeprefix(".") for path in directory.iterdir()} if directory.is_dir() else set()
@@ -588,6 +613,9 @@ def prepare_output(out: Path, names: list[str]) -> None:
         raise UserError(f"--out {out}: {error.strerror}") from None
     for name in names:
         taken = out / name
+        if is_run_directory(taken):
+            with alone_in(taken):
+                pass
         if taken.exists() and not is_run_directory(taken):
             raise UserError(f"--out {out}: {taken} is there already and is not a run directory")
         if checkpoints_of(taken) and not is_finished(taken):

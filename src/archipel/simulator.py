@@ -419,6 +419,11 @@ class Simulator:
         already = taken.get(event.worker, 0)
         stages = self.pipeline.stages if self.pipeline else 1
         if plan is not None and already and sum(taken.values()) > 10 * plan * stages:
+            if lost := [str(node) for node in self.trouble.down if node not in self.step_time_s]:
+                raise TrainingError(
+                    f"the model to take home has not changed for {sum(taken.values()) // stages:,} inner steps, and "
+                    f"{', '.join(lost)} is lost: it does not come back soon enough, or never"
+                )
             raise UserError(
                 f"the workers have taken {sum(taken.values()) // stages:,} inner steps since the model to take home last changed, "
                 f"and the run is planned for {plan:,}: outer steps come too seldom; "

@@ -62,6 +62,17 @@ class Saves:
     recipe: str
 
 
+class NotFinite(Diverged):
+    """A worker's loss is not a finite number; `batch` is the number of the first one behind those of its inner steps."""
+
+    def __init__(self, text: str, batch: int) -> None:
+        super().__init__(text, batch)  # so that it can be pickled
+        self.text, self.batch = text, batch
+
+    def __str__(self) -> str:
+        return self.text
+
+
 Beginning = Literal["start", "restart", "reset", "resume"]
 """How a host begins: with the run; again, from its last save if there is one; the same, with a new inner optimizer; with a
 whole run that goes on, in which a server must have a save."""
@@ -87,6 +98,7 @@ class Setup:
         screening: which updates it does without; None: none.
         saves: None: it saves nothing.
         begins: see `Beginning`.
+        batch: number of the first batch to draw, at least; behind those whose loss was not finite.
         life: how often this node has been started before.
         lives: of those others who have been started again.
         gone: who is lost now.
@@ -110,6 +122,7 @@ class Setup:
     screening: ScreeningConfig | None = None
     saves: Saves | None = None
     begins: Beginning = "start"
+    batch: int = 0
     life: int = 0
     lives: Mapping[NodeId, int] = field(default_factory=dict)
     gone: Group = ()
@@ -577,7 +590,7 @@ class Host:
         try:
             message = job(after_step)
         except NonFiniteLoss as error:
-            self.mailbox.put(Diverged(f"worker {self.me}: {error}, after {self.now:.1f} s; try a lower learning rate"))
+            self.mailbox.put(NotFinite(f"worker {self.me}: {error}, after {self.now:.1f} s", self.batch))
         except (UserError, TrainingError) as error:
             self.mailbox.put(error)
         except Exception as error:
@@ -634,6 +647,7 @@ class Host:
             UserError: there is none that is sound.
         """
         setup, saves = self.setup, self.setup.saves
+        self.batch = setup.batch
         if setup.begins == "start" or saves is None:
             return []
         if not checkpoint.checkpoints(saves.folder) and (setup.begins != "resume" or setup.shard is not None):
@@ -641,7 +655,7 @@ class Host:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state = checkpoint.load(saves.folder, self._surroundings(), saves.recipe)
-        self.actor, self.rng, self.batch = state["actor"], state["rng"], state["batch"]
+        self.actor, self.rng, self.batch = state["actor"], state["rng"], max(state["batch"], setup.batch)
         self.screen, self.recorder, self.events = state["screen"], state["recorder"], state["events"]
         if isinstance(self.inner, Solo) and setup.begins != "reset":
             for mine, saved in zip(self.inner.state, state["inner"], strict=True):

@@ -152,7 +152,10 @@ def launch(
     """
     wall_s, threads = time.perf_counter(), torch.get_num_threads()
     check_launch(recipe, every)
-    own = checkpoint.load(folder_of(directory), Surroundings({}), recipe.to_yaml()) if resume else {}
+    own = {}
+    if resume:
+        with experiment.alone_in(directory):
+            own = checkpoint.load(folder_of(directory), Surroundings({}), recipe.to_yaml())
     torch.set_num_threads(1)  # the workers need the cores
     try:
         parts = prepare(recipe, resume=resume)
@@ -165,8 +168,9 @@ def launch(
                     watch.start(meetings_of(watch, parts, insecure=insecure))
                     if not resume:
                         experiment.start_directory(directory, parts.recipe)
-                    stopped = watch.run()
-                    return _leave(directory, parts, watch, stopped, wall_s)
+                    with experiment.alone_in(directory):
+                        stopped = watch.run()
+                        return _leave(directory, parts, watch, stopped, wall_s)
                 except KeyboardInterrupt:
                     if watch.started_s:
                         watch.ask()
@@ -206,11 +210,11 @@ def saved(directory: Path) -> bool:
 
 @contextmanager
 def _kept_if_saved(directory: Path, recipe: Recipe, *, resume: bool) -> Iterator[None]:
-    """Remove a run directory if an error ends the run and nothing can go on from there, or would fail again."""
+    """Remove a run directory if an error ends the run and nothing can go on from there."""
     try:
         yield
     except (UserError, TrainingError, OSError) as error:
-        if not resume and (isinstance(error, UserError) or not saved(directory)) and experiment.is_run_directory(directory):
+        if not resume and not saved(directory) and experiment.is_run_directory(directory):
             shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, Diverged):
             raise Diverged(f"{recipe.label}: {error}") from None
@@ -317,6 +321,8 @@ def board(
         exact=not own,
         restarts=own.get("restarts", {}),
         saves=own.get("saves", 0),
+        sent_bytes=max((evaluation.sent_bytes for evaluation in own.get("evaluations", [])), default=0.0),
+        slow_link_bytes=max((evaluation.slow_link_bytes for evaluation in own.get("evaluations", [])), default=0.0),
     )
 
 
