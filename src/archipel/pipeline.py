@@ -76,6 +76,10 @@ class Pipeline:
         """Stage and replica of each node."""
         return {node: (k, q) for k, stage in enumerate(self.nodes) for q, node in enumerate(stage)}
 
+    def parameters_of(self, node: NodeId) -> int:
+        """How many leading entries of a node's vector are parameters; 0 where nothing is trained."""
+        return self.parameters[self.places[node][0]] if self.parameters else 0
+
     def share(self, node: NodeId) -> float:
         """The part of the model's weights that `node` holds; all stages alike where nothing is trained."""
         return self.numels[self.places[node][0]] / sum(self.numels) if self.numels else 1 / self.stages

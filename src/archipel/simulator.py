@@ -620,9 +620,7 @@ class Simulator:
 
     def _parameters_of(self, node: NodeId) -> int:
         """How many leading entries of a node's vectors are parameters."""
-        if self.pipeline and self.pipeline.parameters:
-            return self.pipeline.parameters[self.pipeline.places[node][0]]
-        return self.parameters
+        return self.pipeline.parameters_of(node) if self.pipeline else self.parameters
 
     def _restart(self, worker: NodeId, error: str) -> None:
         """A worker is lost and back at once, as it is, but its inner optimizer begins anew: what that keeps may not be finite."""

@@ -119,8 +119,8 @@ class Parts:
 
     def parameters(self, node: NodeId) -> int:
         """How many leading entries of a node's vectors are parameters."""
-        if self.pipeline and self.pipeline.parameters:
-            return self.pipeline.parameters[self.pipeline.places[node][0]]
+        if self.pipeline:
+            return self.pipeline.parameters_of(node)
         return self.replica.layout.parameters if self.replica else 0
 
 
