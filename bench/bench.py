@@ -1,11 +1,12 @@
 """Speed as ratios, each measured in one run on this machine: `make bench`.
 
-1. A simulated run of DiLoCo on 16 workers with one process ÷ a bare PyTorch loop over the same inner steps (tokens per second).
+1. A simulated run of DiLoCo on 16 workers with one process ÷ a bare PyTorch loop over the same
+inner steps (tokens per second).
 2. The same run with two processes ÷ with one, and the same of HALoS, which has no barriers.
 3. The default model, 128 wide: bf16 autocast ÷ fp32 (tokens per second of the bare loop).
 
-Each ratio is the median over rounds in which both sides are measured one after the other, so that a machine that slows
-down slows both.
+Each ratio is the median over rounds in which both sides are measured one after the other, so that a
+machine that slows down slows both.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def recipe(steps: int, method: str = "diloco", **task: Any) -> Recipe:
 
 
 def bare_loop(steps: int, **task_fields: Any) -> float:
-    """Tokens per second of plain PyTorch on one thread: the same model, batches, AdamW, clipping and schedule."""
+    """Tokens per second of plain PyTorch on one thread: the same model, batches, AdamW, clipping
+    and schedule.
+    """
     task = make_task(recipe(steps, **task_fields).task)
     model = task.seeded_model(0)
     optimizer = task.optimizer(model)
@@ -68,21 +71,36 @@ def bare_loop(steps: int, **task_fields: Any) -> float:
 
 
 def simulated(pool: Pool, steps: int, folder: Path, method: str = "diloco") -> float:
-    """Tokens per second of a whole simulated run, its two evaluations and its files among it; the processes are up already."""
+    """Tokens per second of a whole simulated run, its two evaluations and its files among it; the
+    processes are up already.
+    """
     summary = experiment.simulate(recipe(steps, method), pool, folder / "run")
     return float(summary["tokens"] / summary["wall_s"])
 
 
-def paired(rounds: int, first: Callable[[], float], second: Callable[[], float]) -> tuple[float, float, float, float]:
-    """(median ratio first ÷ second, smallest, largest, median of second) over rounds in which the two take turns."""
+def paired(
+    rounds: int, first: Callable[[], float], second: Callable[[], float]
+) -> tuple[float, float, float, float]:
+    """(median ratio first ÷ second, smallest, largest, median of second) over rounds in which the
+    two take turns.
+    """
     pairs = [(first(), second()) for _ in range(rounds)]
     ratios = [a / b for a, b in pairs]
-    return statistics.median(ratios), min(ratios), max(ratios), statistics.median(b for _, b in pairs)
+    return (
+        statistics.median(ratios),
+        min(ratios),
+        max(ratios),
+        statistics.median(b for _, b in pairs),
+    )
 
 
 def show(what: str, aim: float, measured: tuple[float, float, float, float]) -> None:
     ratio, low, high, base = measured
-    print(f"{what:<62} {ratio:5.2f}  ({low:.2f} to {high:.2f}; aim {aim:.2f}; base {base:,.0f} tokens/s)", flush=True)
+    print(
+        f"{what:<62} {ratio:5.2f}  ({low:.2f} to {high:.2f}; aim {aim:.2f}; base {base:,.0f} "
+        "tokens/s)",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -93,7 +111,10 @@ def main() -> None:
     arguments = parser.parse_args()
     steps, rounds = arguments.steps, arguments.rounds
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {rounds} rounds of {steps} inner steps")
+    print(
+        f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {rounds} rounds of "
+        f"{steps} inner steps"
+    )
     with (
         tempfile.TemporaryDirectory() as name,
         experiment.open_pool(recipe(steps), 1) as one,
@@ -123,7 +144,9 @@ def main() -> None:
     show(
         "bf16 autocast ÷ fp32, bare loop, 4 x 128, sequence 128",
         1.3,
-        paired(rounds, lambda: bare_loop(8, precision="bf16", **wide), lambda: bare_loop(8, **wide)),
+        paired(
+            rounds, lambda: bare_loop(8, precision="bf16", **wide), lambda: bare_loop(8, **wide)
+        ),
     )
 
 

@@ -1,7 +1,10 @@
-"""What the live runtime costs, as ratios each measured in one run on this machine: `make bench-live`.
+"""What the live runtime costs, as ratios each measured in one run on this machine: `make
+bench-live`.
 
-1. A live run of DiLoCo, one worker a core, ÷ the same inner steps as plain PyTorch loops in as many processes (tokens per second).
-2. A vector of 40 MB from one host to another, and an answer, ÷ the same between two plain Ray actors with NumPy (MB per second).
+1. A live run of DiLoCo, one worker a core, ÷ the same inner steps as plain PyTorch loops in as many
+processes (tokens per second).
+2. A vector of 40 MB from one host to another, and an answer, ÷ the same between two plain Ray
+actors with NumPy (MB per second).
 
 Each ratio is the median over rounds in which both sides take turns. Start-up is in neither side.
 """
@@ -27,7 +30,15 @@ from archipel.recipe import Recipe, parse_recipe
 from bench import paired
 
 HERE = Path(__file__).parent
-TASK = {"name": "stdlib", "layers": 4, "width": 128, "heads": 4, "sequence": 128, "batch_size": 8, "valid_sequences": 1}
+TASK = {
+    "name": "stdlib",
+    "layers": 4,
+    "width": 128,
+    "heads": 4,
+    "sequence": 128,
+    "batch_size": 8,
+    "valid_sequences": 1,
+}
 
 
 def recipe(workers: int, steps: int, method: Any, task: Any) -> Recipe:
@@ -48,9 +59,15 @@ def live_tokens_per_s(workers: int, steps: int, folder: Path) -> float:
 
 
 def bare_tokens_per_s(workers: int, steps: int) -> float:
-    loop = f"import torch; torch.set_num_threads(1); from bench import bare_loop; print(bare_loop({steps}, **{TASK!r}))"
+    loop = (
+        "import torch; torch.set_num_threads(1); from bench import bare_loop; "
+        f"print(bare_loop({steps}, **{TASK!r}))"
+    )
     command = [sys.executable, "-c", loop]
-    loops = [subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True) for _ in range(workers)]
+    loops = [
+        subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True)
+        for _ in range(workers)
+    ]
     return sum(float(loop.communicate()[0]) for loop in loops)
 
 
@@ -83,25 +100,43 @@ def ray_mb_per_s(messages: int) -> float:
 
 def show(what: str, aim: float, measured: tuple[float, float, float, float], unit: str) -> None:
     ratio, low, high, base = measured
-    print(f"{what:<58} {ratio:5.2f}  ({low:.2f} to {high:.2f}; aim {aim:.2f}; base {base:,.0f} {unit})", flush=True)
+    print(
+        f"{what:<58} {ratio:5.2f}  ({low:.2f} to {high:.2f}; aim {aim:.2f}; base {base:,.0f} "
+        f"{unit})",
+        flush=True,
+    )
 
 
 def main() -> None:
     """Print the ratios, one a line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="live workers, and bare loops")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="live workers, and bare loops",
+    )
     parser.add_argument("--steps", type=int, default=256, help="inner steps of each worker")
     parser.add_argument("--messages", type=int, default=100, help="of 40 MB each")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each side")
     arguments = parser.parse_args()
-    workers, steps, messages, rounds = arguments.workers, arguments.steps, arguments.messages, arguments.rounds
+    workers, steps, messages, rounds = (
+        arguments.workers,
+        arguments.steps,
+        arguments.messages,
+        arguments.rounds,
+    )
     print(f"torch {torch.__version__}, ray {ray.__version__}, {workers} workers, {rounds} rounds")
     with tempfile.TemporaryDirectory() as name, cluster.session(None):
         folder = Path(name)
         show(
             "live DiLoCo ÷ bare loops in as many processes",
             0.95,
-            paired(rounds, lambda: live_tokens_per_s(workers, steps, folder), lambda: bare_tokens_per_s(workers, steps)),
+            paired(
+                rounds,
+                lambda: live_tokens_per_s(workers, steps, folder),
+                lambda: bare_tokens_per_s(workers, steps),
+            ),
             "tokens/s",
         )
         show(

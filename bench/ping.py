@@ -1,4 +1,6 @@
-"""Not a training method: the first worker sends a vector of 40 MB, the second one answers, and so on. For `bench_live.py`."""
+"""Not a training method: the first worker sends a vector of 40 MB, the second one answers, and so
+on. For `bench_live.py`.
+"""
 
 from __future__ import annotations
 
@@ -49,4 +51,7 @@ class Node(Actor):
 def build(config: Config, world: World, theta: Vector) -> list[Node]:
     """The one that sends vectors, and the one that answers."""
     first, second = (worker.id for worker in world.workers)
-    return [Node(me=first, peer=second, vector=torch.ones(NUMEL)), Node(me=second, peer=first, vector=None)]
+    return [
+        Node(me=first, peer=second, vector=torch.ones(NUMEL)),
+        Node(me=second, peer=first, vector=None),
+    ]

@@ -23,7 +23,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[..., Pool | None]]:
-    """The pool for a recipe and a number of processes. It stays open for the file's other tests: to start one takes seconds."""
+    """The pool for a recipe and a number of processes. It stays open for the file's other tests: to
+    start one takes seconds.
+    """
     opened: dict[str, Pool | None] = {}
     with ExitStack() as stack:
 

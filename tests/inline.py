@@ -1,4 +1,6 @@
-"""Fakes for tests: trainers that compute in this process, at once, and a way to run a method on them."""
+"""Fakes for tests: trainers that compute in this process, at once, and a way to run a method on
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ class Inline:
     def __post_init__(self) -> None:
         self.replica = Replica(self.task, self.run, torch.device("cpu"))
         self.rank = {worker: i for i, worker in enumerate(self.workers)}
-        self.states = [[torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs] for _ in self.workers]
+        self.states = [
+            [torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs]
+            for _ in self.workers
+        ]
         for state in self.states:
             self.replica.reset(state)
         self.cursors = [0] * len(self.workers)
@@ -47,17 +52,23 @@ class Inline:
 
     def train(self, worker: NodeId, theta: Tensor, steps: int, progress: int, due_s: float) -> Done:
         rank, result = self.rank[worker], theta.clone()
-        losses = self.replica.train(self.states[rank], result, self.shard(rank), steps, progress, self.cursors[rank])
+        losses = self.replica.train(
+            self.states[rank], result, self.shard(rank), steps, progress, self.cursors[rank]
+        )
         self.cursors[rank] += steps
         return Done(Trained(result, steps, tuple(losses)))
 
     def gradient(self, worker: NodeId, theta: Tensor, due_s: float) -> Done:
         rank, result = self.rank[worker], theta.clone()
-        [loss] = self.replica.differentiate(self.states[rank], result, self.shard(rank), self.cursors[rank])
+        [loss] = self.replica.differentiate(
+            self.states[rank], result, self.shard(rank), self.cursors[rank]
+        )
         self.cursors[rank] += 1
         return Done(Gradient(result, loss))
 
-    def apply(self, worker: NodeId, theta: Tensor, gradient: Tensor, progress: int, due_s: float) -> Done:
+    def apply(
+        self, worker: NodeId, theta: Tensor, gradient: Tensor, progress: int, due_s: float
+    ) -> Done:
         result = theta.clone()
         self.replica.apply(self.states[self.rank[worker]], result, gradient, progress)
         return Done(Trained(result, 1, ()))
@@ -81,13 +92,17 @@ class Quadratic:
     def train(self, worker: NodeId, theta: Tensor, steps: int, progress: int, due_s: float) -> Done:
         self.calls.append("train")
         result = self.target + (theta - self.target) * (1 - self.lr) ** steps
-        return Done(Trained(result, steps, (float((theta - self.target).square().sum() / 2),) * steps))
+        return Done(
+            Trained(result, steps, (float((theta - self.target).square().sum() / 2),) * steps)
+        )
 
     def gradient(self, worker: NodeId, theta: Tensor, due_s: float) -> Done:
         self.calls.append("gradient")
         return Done(Gradient(theta - self.target, float((theta - self.target).square().sum() / 2)))
 
-    def apply(self, worker: NodeId, theta: Tensor, gradient: Tensor, progress: int, due_s: float) -> Done:
+    def apply(
+        self, worker: NodeId, theta: Tensor, gradient: Tensor, progress: int, due_s: float
+    ) -> Done:
         self.calls.append("apply")
         return Done(Trained(theta - self.lr * gradient, 1, ()))
 
@@ -105,7 +120,9 @@ class Quadratic:
 
 
 def linear_task(features: int = 6, batch_size: int = 8) -> Task:
-    """Noisy linear regression through a small hidden layer; every batch is a function of (seed, shard, index)."""
+    """Noisy linear regression through a small hidden layer; every batch is a function of (seed,
+    shard, index).
+    """
     truth = torch.from_numpy(np.random.default_rng(7).standard_normal(features).astype(np.float32))
 
     def batches(shard: Shard, index: int) -> tuple[Tensor, Tensor]:
@@ -149,12 +166,20 @@ def simulator(
     """A simulator that is ready to run `method`, or any `actors`."""
     topology = load_topology(topology) if isinstance(topology, str) else topology
     if theta is None:
-        theta = trainer.replica.layout.read(trainer.replica.module) if isinstance(trainer, Inline) else torch.ones(trainer.numel)
+        theta = (
+            trainer.replica.layout.read(trainer.replica.module)
+            if isinstance(trainer, Inline)
+            else torch.ones(trainer.numel)
+        )
     if parameters is None:
-        parameters = trainer.replica.layout.parameters if isinstance(trainer, Inline) else theta.numel()
+        parameters = (
+            trainer.replica.layout.parameters if isinstance(trainer, Inline) else theta.numel()
+        )
     if actors is None:
         module = methods.load(method)
-        actors = module.build(module.Config(**(settings or {})), World(topology.workers, parameters, seed), theta)
+        actors = module.build(
+            module.Config(**(settings or {})), World(topology.workers, parameters, seed), theta
+        )
     return Simulator(
         actors,
         topology.workers,
@@ -182,8 +207,18 @@ PLAIN: dict[str, dict[str, Any]] = {
     "async_local_sgd": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "buffer": 1},
     "noloco": {"inner_steps": 4, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
     "halos": {
-        "inner_steps": 4, "accumulate": 2, "merge_weight": 0.0, "report_since": "send", "local_lr": 1.0, "local_momentum": 0.0,
-        "local_buffer": 1, "global_lr": 1.0, "global_momentum": 0.0, "global_buffer": 1,
+        "inner_steps": 4,
+        "accumulate": 2,
+        "merge_weight": 0.0,
+        "report_since": "send",
+        "local_lr": 1.0,
+        "local_momentum": 0.0,
+        "local_buffer": 1,
+        "global_lr": 1.0,
+        "global_momentum": 0.0,
+        "global_buffer": 1,
     },
-}  # fmt: skip
-"""Settings with which each method adds up what workers do, so that a model says which inner steps are in it."""
+}
+"""Settings with which each method adds up what workers do, so that a model says which inner steps
+are in it.
+"""

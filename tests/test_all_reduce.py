@@ -1,4 +1,6 @@
-"""`live/all_reduce.py` alone: nodes in one thread, whose messages and news come in any order that a network allows."""
+"""`live/all_reduce.py` alone: nodes in one thread, whose messages and news come in any order that a
+network allows.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Lost:
 
 @dataclass
 class World:
-    """Nodes that take `ROUNDS` rounds together. Between two nodes messages keep their order, as do the news that each is told."""
+    """Nodes that take `ROUNDS` rounds together. Between two nodes messages keep their order, as do
+    the news that each is told.
+    """
 
     size: int
     nodes: dict[NodeId, AllReduces] = field(default_factory=dict)
@@ -53,7 +57,11 @@ class World:
             self.nodes[node] = AllReduces(node, self._sender(node), self._finisher(node))
 
     def _sender(self, me: NodeId):  # type: ignore[no-untyped-def]
-        return lambda to, message: self.under_way.setdefault((me, to), deque()).append(message) if to in self.nodes else None
+        return lambda to, message: (
+            self.under_way.setdefault((me, to), deque()).append(message)
+            if to in self.nodes
+            else None
+        )
 
     def _finisher(self, me: NodeId):  # type: ignore[no-untyped-def]
         return lambda reduced, since_s: self.got[me].append(reduced)
@@ -66,16 +74,28 @@ class World:
             self.news[other].append(Lost(node))
 
     def possible(self) -> list[tuple[str, NodeId, NodeId]]:
-        """What can happen next: a node calls for its next round, or is told of a loss, or a message arrives."""
-        calls = [("call", n, n) for n, state in self.nodes.items() if not state.calls and len(self.got[n]) < ROUNDS]
+        """What can happen next: a node calls for its next round, or is told of a loss, or a message
+        arrives.
+        """
+        calls = [
+            ("call", n, n)
+            for n, state in self.nodes.items()
+            if not state.calls and len(self.got[n]) < ROUNDS
+        ]
         told = [("news", node, node) for node in self.nodes if self.news[node]]
-        return [*calls, *told, *[("mail", *pair) for pair, messages in self.under_way.items() if messages]]
+        return [
+            *calls,
+            *told,
+            *[("mail", *pair) for pair, messages in self.under_way.items() if messages],
+        ]
 
     def happen(self, what: str, a: NodeId, b: NodeId) -> None:
         match what:
             case "call":
                 round = len(self.got[a])
-                group: Group = tuple(node for node in NODES[: self.size] if node not in self.nodes[a].gone)
+                group: Group = tuple(
+                    node for node in NODES[: self.size] if node not in self.nodes[a].gone
+                )
                 self.nodes[a].call(group, vector(a, round), round, 0.0)
             case "news":
                 self.nodes[a].lost(self.news[a].popleft().node)
@@ -86,7 +106,8 @@ class World:
 
 
 def check(world: World) -> None:
-    """All who are there have all means, and those of one round are one mean: that of the members it names.
+    """All who are there have all means, and those of one round are one mean: that of the members it
+    names.
 
     Who has got a mean and is lost before anybody else has got it takes it along.
     """
@@ -95,7 +116,9 @@ def check(world: World) -> None:
         assert len({reduced.group for reduced in means}) == 1
         for reduced in means:
             assert reduced.round == round
-            assert torch.equal(reduced.mean, outer.mean([vector(node, round) for node in reduced.group]))
+            assert torch.equal(
+                reduced.mean, outer.mean([vector(node, round) for node in reduced.group])
+            )
     for node in world.nodes:
         assert len(world.got[node]) == ROUNDS, world.nodes[node].waits_for()
 
@@ -164,7 +187,13 @@ def test_a_refused_vector_is_not_in_the_mean() -> None:
     world = World(3)
     a, b, c = group = NODES[:3]
     for node in group:
-        world.nodes[node].call(group, torch.full((5,), torch.nan) if node == b else vector(node, 0), 0, 0.0, refused=node == b)
+        world.nodes[node].call(
+            group,
+            torch.full((5,), torch.nan) if node == b else vector(node, 0),
+            0,
+            0.0,
+            refused=node == b,
+        )
     while possible := [one for one in world.possible() if one[0] == "mail"]:
         world.happen(*possible[0])
     for got in world.got.values():
@@ -175,5 +204,7 @@ def test_a_refused_vector_is_not_in_the_mean() -> None:
 def test_calling_twice_is_refused() -> None:
     world = World(2)
     world.nodes[NODES[0]].call(NODES[:2], vector(NODES[0], 0), 7, 0.0)
-    with pytest.raises(TrainingError, match=r"^a/w0 called for all-reduce 7 while it waits for it$"):
+    with pytest.raises(
+        TrainingError, match=r"^a/w0 called for all-reduce 7 while it waits for it$"
+    ):
         world.nodes[NODES[0]].call(NODES[:2], vector(NODES[0], 0), 7, 0.0)

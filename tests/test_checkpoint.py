@@ -1,4 +1,6 @@
-"""A run that was stopped and resumed is the run that was not, whatever it was stopped at; a damaged checkpoint is never taken."""
+"""A run that was stopped and resumed is the run that was not, whatever it was stopped at; a damaged
+checkpoint is never taken.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +58,28 @@ def again(value: Any, **things: object) -> Any:
     """`value` after a way through JSON and safetensors."""
     surroundings = Surroundings(things, [HERE])
     encoder = Encoder(surroundings)
-    document = json.loads(json.dumps([encoder.encode(value, "state"), encoder.classes], allow_nan=False))
+    document = json.loads(
+        json.dumps([encoder.encode(value, "state"), encoder.classes], allow_nan=False)
+    )
     tensors = {name: tensor.clone() for name, tensor in encoder.tensors.items()}
     return Decoder(surroundings, tensors, document[1]).decode(document[0])
 
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-KEYS = st.recursive(PLAIN | st.builds(NodeId, st.text(), st.text()), lambda inner: st.lists(inner).map(tuple), max_leaves=5)
+KEYS = st.recursive(
+    PLAIN | st.builds(NodeId, st.text(), st.text()),
+    lambda inner: st.lists(inner).map(tuple),
+    max_leaves=5,
+)
 VALUES = st.recursive(
     KEYS,
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner) | st.sets(KEYS) | st.frozensets(KEYS),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.sets(KEYS)
+        | st.frozensets(KEYS)
+    ),
     max_leaves=20,
 )
 
@@ -75,11 +89,15 @@ VALUES = st.recursive(
 def test_values_come_back_as_they_were(value: Any) -> None:
     found = again(value)
     assert (found, type(found)) == (value, type(value))
-    assert repr(found) == repr(value) or "{" in repr(value)  # -0.0, True and 1; but a set's order is its own
+    assert repr(found) == repr(value) or "{" in repr(
+        value
+    )  # -0.0, True and 1; but a set's order is its own
 
 
 def test_floats_that_json_does_not_know() -> None:
-    assert repr(again([float("nan"), float("inf"), -float("inf"), -0.0])) == "[nan, inf, -inf, -0.0]"
+    assert (
+        repr(again([float("nan"), float("inf"), -float("inf"), -0.0])) == "[nan, inf, -inf, -0.0]"
+    )
 
 
 def test_numpys_numbers_and_arrays_keep_their_types() -> None:
@@ -114,9 +132,17 @@ def test_what_was_one_object_is_one_object_again() -> None:
     assert first.made == 1  # the constructor was not called again
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
+)
 def test_tensors_of_all_types_and_shapes(dtype: torch.dtype) -> None:
-    for tensor in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.tensor(1), torch.empty(0), torch.empty(2, 0)):
+    for tensor in (
+        torch.ones(2, 3),
+        torch.ones(3, 2).t(),
+        torch.tensor(1),
+        torch.empty(0),
+        torch.empty(2, 0),
+    ):
         found = again(tensor.to(dtype))
         assert (found.dtype, found.shape) == (dtype, tensor.shape)
         assert torch.equal(found, tensor.to(dtype))
@@ -162,14 +188,23 @@ def test_what_a_checkpoint_cannot_hold_is_named(value: object, name: str) -> Non
     with pytest.raises(UserError) as error:
         again({"actors": [value]})
     assert str(error.value).replace("pathlib._local", "pathlib") == (
-        f"state.actors.0 is a {name}, which a checkpoint cannot hold; it can hold plain values, tuples, lists, sets, dicts, "
+        f"state.actors.0 is a {name}, which a checkpoint cannot hold; it can hold plain values, "
+        "tuples, lists, sets, dicts, "
         f"tensors, numpy's numbers, arrays and generators, and dataclasses of the method's file"
     )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["os:system", "subprocess:Popen", "archipel.cli:subprocess", "archipel.pool:Pool", "archipel.pool:Connection", "this:Zen", ":"],
+    [
+        "os:system",
+        "subprocess:Popen",
+        "archipel.cli:subprocess",
+        "archipel.pool:Pool",
+        "archipel.pool:Connection",
+        "this:Zen",
+        ":",
+    ],
 )
 def test_no_other_class_is_ever_made(name: str) -> None:
     assert checkpoint.class_of(name, [HERE]) is None
@@ -179,7 +214,9 @@ def test_no_other_class_is_ever_made(name: str) -> None:
 
 def test_a_class_whose_fields_have_changed_is_not_made() -> None:
     with pytest.raises(
-        TypeError, match=r"^'archipel.outer:Nesterov' has the fields lr, gone there and lr, momentum, velocity here$"
+        TypeError,
+        match=r"^'archipel.outer:Nesterov' has the fields lr, gone there and lr, momentum, "
+        r"velocity here$",
     ):
         Decoder(Surroundings({}), {}, {"archipel.outer:Nesterov": ["lr", "gone"]})
 
@@ -194,7 +231,13 @@ RECIPE = "method: halos\n"
 def folder(tmp_path: Path) -> Path:
     """Two checkpoints, of events 5 and 9, of a state that says which."""
     for event in (5, 9):
-        checkpoint.save(tmp_path / "checkpoint", event, {"event": event, "theta": torch.ones(event)}, NOWHERE, RECIPE)
+        checkpoint.save(
+            tmp_path / "checkpoint",
+            event,
+            {"event": event, "theta": torch.ones(event)},
+            NOWHERE,
+            RECIPE,
+        )
     return tmp_path / "checkpoint"
 
 
@@ -203,8 +246,10 @@ def test_the_newest_is_loaded_and_two_are_kept(folder: Path) -> None:
     checkpoint.save(folder, 12, {}, NOWHERE, RECIPE)
     assert {path.name for path in folder.iterdir()} == {"event-000000000009", "event-000000000012"}
     assert {path.name for path in (folder / "event-000000000012").iterdir()} == {
-        "manifest.json", "state.json", "tensors.safetensors",
-    }  # fmt: skip
+        "manifest.json",
+        "state.json",
+        "tensors.safetensors",
+    }
 
 
 def test_saving_a_sound_checkpoint_again_changes_nothing(folder: Path) -> None:
@@ -224,12 +269,20 @@ def change(name: str, old: bytes, new: bytes) -> Callable[[Path], object]:
 
 def swap(name: str) -> Callable[[Path], object]:
     """A file of the checkpoint before it lies in its place."""
-    return lambda directory: shutil.copy(directory.with_name("event-000000000005") / name, directory / name)
+    return lambda directory: shutil.copy(
+        directory.with_name("event-000000000005") / name, directory / name
+    )
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a truncated file": (lambda d: os.truncate(d / "state.json", 10), "DIR/state.json has 10 bytes and should have "),
-    "a file that is too long": (change("tensors.safetensors", b"{", b"{ "), "DIR/tensors.safetensors has "),
+    "a truncated file": (
+        lambda d: os.truncate(d / "state.json", 10),
+        "DIR/state.json has 10 bytes and should have ",
+    ),
+    "a file that is too long": (
+        change("tensors.safetensors", b"{", b"{ "),
+        "DIR/tensors.safetensors has ",
+    ),
     "an altered file": (
         change("state.json", b'"event",9', b'"event",8'),
         "DIR/state.json has been altered: its SHA-256 is not the manifest's",
@@ -238,19 +291,30 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         change("tensors.safetensors", b"\x00\x80\x3f", b"\x00\x80\x3e"),
         "DIR/tensors.safetensors has been altered: its SHA-256 is not the manifest's",
     ),
-    "a missing file": (lambda d: (d / "tensors.safetensors").unlink(), "DIR/tensors.safetensors: No such file or directory"),
-    "a missing manifest": (lambda d: (d / "manifest.json").unlink(), "DIR/manifest.json: No such file or directory"),
+    "a missing file": (
+        lambda d: (d / "tensors.safetensors").unlink(),
+        "DIR/tensors.safetensors: No such file or directory",
+    ),
+    "a missing manifest": (
+        lambda d: (d / "manifest.json").unlink(),
+        "DIR/manifest.json: No such file or directory",
+    ),
     "a truncated manifest": (
         lambda d: os.truncate(d / "manifest.json", 30),
         "DIR/manifest.json is not a manifest: JSONDecodeError: ",
     ),
-    "an empty manifest": (lambda d: os.truncate(d / "manifest.json", 0), "DIR/manifest.json is not a manifest: JSONDecodeError: "),
+    "an empty manifest": (
+        lambda d: os.truncate(d / "manifest.json", 0),
+        "DIR/manifest.json is not a manifest: JSONDecodeError: ",
+    ),
     "a manifest of zeros": (
         lambda d: (d / "manifest.json").write_bytes(bytes(500)),
         "DIR/manifest.json is not a manifest: JSONDecodeError: ",
     ),
     "a manifest without files": (
-        lambda d: (d / "manifest.json").write_text('{"format": 1, "event": 9, "recipe_sha256": ""}'),
+        lambda d: (d / "manifest.json").write_text(
+            '{"format": 1, "event": 9, "recipe_sha256": ""}'
+        ),
         "DIR/manifest.json is not a manifest: KeyError: 'files'",
     ),
     "a manifest that is a list": (
@@ -261,8 +325,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         change("manifest.json", b'"format": 1', b'"format": 2'),
         "DIR/manifest.json is of format 2; this version of archipel reads 1",
     ),
-    "a file of another checkpoint": (swap("state.json"), "DIR/state.json has been altered: its SHA-256 is not the manifest's"),
-    "a manifest of another checkpoint": (swap("manifest.json"), "DIR/manifest.json is that of event 5, not of event-000000000009"),
+    "a file of another checkpoint": (
+        swap("state.json"),
+        "DIR/state.json has been altered: its SHA-256 is not the manifest's",
+    ),
+    "a manifest of another checkpoint": (
+        swap("manifest.json"),
+        "DIR/manifest.json is that of event 5, not of event-000000000009",
+    ),
     "a checkpoint under another's name": (
         lambda d: (shutil.rmtree(d), shutil.copytree(d.with_name("event-000000000005"), d)),
         "DIR/manifest.json is that of event 5, not of event-000000000009",
@@ -271,7 +341,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken(kind: str, folder: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_taken(
+    kind: str, folder: Path
+) -> None:
     damage, text = DAMAGE[kind]
     newest = folder / "event-000000000009"
     damage(newest)
@@ -312,12 +384,22 @@ def test_no_altered_byte_gets_through(data: st.DataObject) -> None:
 
 @cache
 def sound() -> tuple[Path, dict[str, bytes]]:
-    directory = checkpoint.save(Path(tempfile.mkdtemp()) / "checkpoint", 3, {"event": 3, "theta": torch.ones(3)}, NOWHERE, RECIPE)
+    directory = checkpoint.save(
+        Path(tempfile.mkdtemp()) / "checkpoint",
+        3,
+        {"event": 3, "theta": torch.ones(3)},
+        NOWHERE,
+        RECIPE,
+    )
     return directory, {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_a_checkpoint_of_another_run_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"event-000000000009/manifest.json is that of another run: its recipe is not this run's"):
+    with pytest.raises(
+        UserError,
+        match=r"event-000000000009/manifest.json is that of another run: its recipe is not this "
+        r"run's",
+    ):
         checkpoint.load(folder, NOWHERE, RECIPE + "seed: 1\n")
 
 
@@ -328,14 +410,20 @@ def test_checkpoints_of_later_events_go_once_the_run_comes_by_again(folder: Path
 
 
 def test_other_versions_are_said(folder: Path) -> None:
-    change("manifest.json", f'"torch": "{torch.__version__}"'.encode(), b'"torch": "1.0"')(folder / "event-000000000009")
-    with pytest.warns(UserWarning, match=r"may go on differently than it would have: torch 1.0 then and .* now$"):
+    change("manifest.json", f'"torch": "{torch.__version__}"'.encode(), b'"torch": "1.0"')(
+        folder / "event-000000000009"
+    )
+    with pytest.warns(
+        UserWarning, match=r"may go on differently than it would have: torch 1.0 then and .* now$"
+    ):
         checkpoint.load(folder, NOWHERE, RECIPE)
 
 
 @pytest.mark.parametrize("file", ["state.json", "tensors.safetensors", "manifest.json"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_disk_that_is_full_or_read_only(file: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_or_read_only(
+    file: str, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error is one line, and all that was there is there as it was."""
     write = checkpoint.write_file
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -357,7 +445,10 @@ def test_a_disk_that_is_full_or_read_only(file: str, code: int, folder: Path, mo
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"event-000000000001: this checkpoint cannot be written: File exists; there is none"):
+    with pytest.raises(
+        TrainingError,
+        match=r"event-000000000001: this checkpoint cannot be written: File exists; there is none",
+    ):
         checkpoint.save(tmp_path / "file", 1, {}, NOWHERE, RECIPE)
 
 
@@ -389,18 +480,30 @@ def test_how_often_is_refused(text: str) -> None:
     with pytest.raises(UserError) as error:
         parse_every(text)
     assert str(error.value) == (
-        f"--checkpoint-every {text}: expected tokens, such as 1000000, or seconds on this machine, such as 600s"
+        f"--checkpoint-every {text}: expected tokens, such as 1000000, or seconds on this machine, "
+        "such as 600s"
     )
 
 
 # Runs
 
-TASK = {"name": "synthetic", "layers": 1, "width": 8, "heads": 2, "sequence": 8, "valid_sequences": 4, "vocabulary": 8}
+TASK = {
+    "name": "synthetic",
+    "layers": 1,
+    "width": 8,
+    "heads": 2,
+    "sequence": 8,
+    "valid_sequences": 4,
+    "vocabulary": 8,
+}
 TOPOLOGY = {
     "regions": {"a": [1.0, 0.6], "b": [0.3, 0.8]},
     "default": {"bandwidth_gbit_s": 1.0, "latency_ms": 40, "jitter": 0.4},
 }
-STAGED = {"regions": {"a": [1.0, 0.8, 0.6, 0.9], "b": [1.0, 0.5, 1.0, 1.0]}, "default": {"bandwidth_gbit_s": 1.0, "jitter": 0.3}}
+STAGED = {
+    "regions": {"a": [1.0, 0.8, 0.6, 0.9], "b": [1.0, 0.5, 1.0, 1.0]},
+    "default": {"bandwidth_gbit_s": 1.0, "jitter": 0.3},
+}
 NORMED = """
 import torch
 from torch import nn
@@ -413,7 +516,9 @@ def batches(shard, index):
 
 def make():
     return Task(
-        model=lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 1)),
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 1)
+        ),
         loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
         batches=batches,
         optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=0.02),
@@ -431,13 +536,20 @@ KINDS: dict[str, dict[str, Any]] = {
     **{name: {} for name in NAMES},
     **{f"{name}, BatchNorm": {"task": "normed"} for name in NAMES},
     **{f"{name}, none": {"task": "none", "run": {"steps": 200}} for name in NAMES},
-    **{f"{name}, fair": {"topology": {**TOPOLOGY, "sharing": "fair"}} for name in ("halos", "noloco", "async_local_sgd")},
+    **{
+        f"{name}, fair": {"topology": {**TOPOLOGY, "sharing": "fair"}}
+        for name in ("halos", "noloco", "async_local_sgd")
+    },
     **{
         f"{name}, {routing}": {"pipeline": {**STAGES, "routing": routing}, "run": SHORT}
         for name in ("noloco", "diloco")
         for routing in ("random", "fixed")
     },
-    "noloco, BatchNorm, fixed": {"task": "normed", "pipeline": {**STAGES, "routing": "fixed"}, "run": SHORT},
+    "noloco, BatchNorm, fixed": {
+        "task": "normed",
+        "pipeline": {**STAGES, "routing": "fixed"},
+        "run": SHORT,
+    },
     "diloco, none, fixed": {"task": "none", "pipeline": {**STAGES, "routing": "fixed"}},
     "halos, a target": {"run": {"steps": 60, "evaluations": 20, "target_loss": 1.95}},
     "halos, some seconds": {"run": {"steps": 60, "evaluations": 5, "seconds": 3.0}},
@@ -446,16 +558,27 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def recipe(name: str, **fields: Any) -> Recipe:
     known = methods.load(name).Config.model_fields
-    config = {key: value for key, value in {"inner_steps": 3, "accumulate": 2}.items() if key in known}
-    base = {"method": {"name": name, **config}, "topology": TOPOLOGY, "task": TASK, "run": {"steps": 32, "evaluations": 3}}
+    config = {
+        key: value for key, value in {"inner_steps": 3, "accumulate": 2}.items() if key in known
+    }
+    base = {
+        "method": {"name": name, **config},
+        "topology": TOPOLOGY,
+        "task": TASK,
+        "run": {"steps": 32, "evaluations": 3},
+    }
     return parse_recipe(base | fields)
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """All that a run leaves; of the summary, what does not say how long it took here. No checkpoint is among them."""
+    """All that a run leaves; of the summary, what does not say how long it took here. No checkpoint
+    is among them.
+    """
     summary = json.loads((directory / "summary.json").read_text())
     del summary["wall_s"], summary["processes"]
-    found = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "summary.json"}
+    found = {
+        path.name: path.read_bytes() for path in directory.iterdir() if path.name != "summary.json"
+    }
     return found | {"summary": json.dumps(summary).encode()}
 
 
@@ -481,12 +604,16 @@ class Workshop:
             experiment.start_directory(directory, one)
             reason = simulator.run()
             assert reason
-            experiment.leave(directory, one, experiment._ended(one, simulator, self.pool(one)), reason, 0.0)
+            experiment.leave(
+                directory, one, experiment._ended(one, simulator, self.pool(one)), reason, 0.0
+            )
             self.left[kind] = simulator.events, files(directory)
         return self.left[kind]
 
     def stopped(self, kind: str, events: Sequence[int]) -> dict[str, bytes]:
-        """The files of a run that is stopped after each of `events`, and resumed each time by a new simulator with new workers."""
+        """The files of a run that is stopped after each of `events`, and resumed each time by a new
+        simulator with new workers.
+        """
         one, directory = self.recipe(kind), self.folder / "stopped" / kind
         pool = self.pool(one)
         experiment.start_directory(directory, one)
@@ -501,7 +628,9 @@ class Workshop:
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory, pools: Callable[..., Pool | None]) -> Workshop:
+def workshop(
+    tmp_path_factory: pytest.TempPathFactory, pools: Callable[..., Pool | None]
+) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("runs"), pools)
 
 
@@ -513,7 +642,9 @@ def stops(events: int) -> st.SearchStrategy[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(deadline=None, max_examples=2)
-def test_a_run_that_was_stopped_is_the_one_that_was_not(kind: str, workshop: Workshop, data: st.DataObject) -> None:
+def test_a_run_that_was_stopped_is_the_one_that_was_not(
+    kind: str, workshop: Workshop, data: st.DataObject
+) -> None:
     events, left = workshop.unstopped(kind)
     assert workshop.stopped(kind, data.draw(stops(events))) == left
 
@@ -555,7 +686,9 @@ def archipel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 def interrupt_at(event: int, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
-    """Ctrl-C is pressed while the run's event number `event` happens, in the first run that gets so far."""
+    """Ctrl-C is pressed while the run's event number `event` happens, in the first run that gets so
+    far.
+    """
     handle, pressed = Simulator._handle, []
 
     def handling(self: Simulator, *arguments: Any) -> None:
@@ -579,20 +712,31 @@ def test_ctrl_c_saves_and_resume_goes_on_with_all_that_is_not_finished(
     code, lines = archipel(*TIMED, *methods, "--out", out)
     assert (code, lines[-1]) == (
         130,
-        f"archipel: interrupted; `archipel resume {out}` goes on from here; `archipel report {out}` shows what happened until then",
+        f"archipel: interrupted; `archipel resume {out}` goes on from here; `archipel report "
+        f"{out}` shows what happened until then",
     )
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    stopped = [json.loads((out / name / "summary.json").read_text())["stopped"] for name in ("diloco-seed0", "halos-seed0")]
+    stopped = [
+        json.loads((out / name / "summary.json").read_text())["stopped"]
+        for name in ("diloco-seed0", "halos-seed0")
+    ]
     assert stopped == ["steps", "interrupted"]
     assert {path.name for path in (out / "halos-seed0").iterdir()} == {
-        "recipe.yaml", "metrics.jsonl", "summary.json", "trace.json", "checkpoint",
-    }  # fmt: skip
-    assert [path.name for path in (out / "halos-seed0" / "checkpoint").iterdir()] == ["event-000000000700"]
+        "recipe.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "trace.json",
+        "checkpoint",
+    }
+    assert [path.name for path in (out / "halos-seed0" / "checkpoint").iterdir()] == [
+        "event-000000000700"
+    ]
     assert [path.name for path in (out / "noloco-seed0").iterdir()] == ["recipe.yaml"]
     assert archipel(*TIMED, "--methods", "halos", "--out", out) == (
         2,
         [
-            f"archipel: --out {out}: {out}/halos-seed0 is a run that has not ended; `archipel resume {out}/halos-seed0` goes on "
+            f"archipel: --out {out}: {out}/halos-seed0 is a run that has not ended; `archipel "
+            f"resume {out}/halos-seed0` goes on "
             f"with it; to start anew, remove it or choose another --out"
         ],
     )
@@ -602,21 +746,27 @@ def test_ctrl_c_saves_and_resume_goes_on_with_all_that_is_not_finished(
     assert archipel("resume", out) == (
         2,
         [
-            f"archipel: nothing to resume in {out}: no run directory (a folder with recipe.yaml) whose run has not ended, or of a "
+            f"archipel: nothing to resume in {out}: no run directory (a folder with recipe.yaml) "
+            "whose run has not ended, or of a "
             "live run its folder `checkpoint` is gone"
         ],
     )
 
 
 def test_a_run_that_is_going_on_is_left_alone(archipel: Any, tmp_path: Path) -> None:
-    """By whoever resumes it, or starts another of its name; another process has it, which here is another descriptor."""
+    """By whoever resumes it, or starts another of its name; another process has it, which here is
+    another descriptor.
+    """
     assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path)[0] == 0
     run = tmp_path / "halos-seed0"
     (run / "summary.json").unlink()
     used = f"{run} is in use: its run is going on in another process"
     with experiment.alone_in(run):
         assert archipel("resume", tmp_path) == (2, [f"archipel: {used}"])
-        assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path) == (2, [f"archipel: {used}"])
+        assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path) == (
+            2,
+            [f"archipel: {used}"],
+        )
     assert archipel("resume", tmp_path)[0] == 0
 
 
@@ -625,10 +775,15 @@ def test_a_folder_of_the_users_is_not_taken_for_a_run(archipel: Any, tmp_path: P
     recipe.write_text("method: halos  # mine\ntask: none\n")
     assert archipel("resume", tmp_path) == (
         2,
-        [f"archipel: {recipe} is not as a run leaves it, so there is nothing to resume; `archipel run {recipe}` starts a run"],
+        [
+            f"archipel: {recipe} is not as a run leaves it, so there is nothing to resume; "
+            f"`archipel run {recipe}` starts a run"
+        ],
     )
     (tmp_path / "notes.txt").write_text("mine")
-    assert archipel("resume", tmp_path)[1][0].startswith(f"archipel: nothing to resume in {tmp_path}: ")
+    assert archipel("resume", tmp_path)[1][0].startswith(
+        f"archipel: nothing to resume in {tmp_path}: "
+    )
     with pytest.raises(UserError, match=r"is there already and is not a run directory$"):
         experiment.simulate(parse_recipe({"method": "halos", "task": "none"}), None, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "notes.txt"}
@@ -646,16 +801,23 @@ def test_ctrl_c_in_the_middle_of_each_method(
         experiment.simulate(one, workshop.pool(one), directory)
     assert json.loads((directory / "summary.json").read_text())["stopped"] == "interrupted"
     assert len(checkpoint.checkpoints(directory / "checkpoint")) == 1
-    assert experiment.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
+    assert (
+        experiment.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
+    )
     assert files(directory) == left
 
 
-def test_a_second_ctrl_c_does_not_wait(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_does_not_wait(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupt_at(700, monkeypatch, times=2)
     assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path)[0] == 130
     assert {path.name for path in (tmp_path / "halos-seed0").iterdir()} == {
-        "recipe.yaml", "metrics.jsonl", "summary.json", "trace.json",
-    }  # fmt: skip
+        "recipe.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "trace.json",
+    }
 
 
 def test_another_programs_way_with_ctrl_c_is_left_alone() -> None:
@@ -681,7 +843,9 @@ def saved_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_every_so_many_tokens(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_so_many_tokens(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = saved_at(monkeypatch)
     one = workshop.recipe("sync_sgd")  # 4 workers: 4 inner steps at a time, of 4 · 8 tokens each
     experiment.simulate(one, workshop.pool(one), tmp_path / "run", every=Every(tokens=32 * 10))
@@ -689,39 +853,61 @@ def test_every_so_many_tokens(workshop: Workshop, tmp_path: Path, monkeypatch: p
     assert files(tmp_path / "run") == workshop.unstopped("sync_sgd")[1]
 
 
-def test_every_so_many_seconds(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_so_many_seconds(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here a call of the clock takes a tenth of a second."""
     found, now = saved_at(monkeypatch), itertools.count()
     monkeypatch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
-    assert archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path)[0] == 0
+    assert (
+        archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path)[0]
+        == 0
+    )
     assert len(found) >= 2
     assert not (tmp_path / "halos-seed0" / "checkpoint").exists()
 
 
-def test_resume_saves_as_often_as_before(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_saves_as_often_as_before(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also the run that had not begun; and an option changes it."""
     now = itertools.count()
     monkeypatch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
     seen: list[Every | None] = []
     simulate = experiment.simulate
-    monkeypatch.setattr(experiment, "simulate", lambda *a, every, **b: (seen.append(every), simulate(*a, every=every, **b)))
+    monkeypatch.setattr(
+        experiment,
+        "simulate",
+        lambda *a, every, **b: (seen.append(every), simulate(*a, every=every, **b)),
+    )
     interrupt_at(100, monkeypatch)
     out = ("--out", tmp_path)
-    assert archipel(*TIMED, "--methods", "halos,diloco", "--checkpoint-every", "2000.5s", *out)[0] == 130
+    assert (
+        archipel(*TIMED, "--methods", "halos,diloco", "--checkpoint-every", "2000.5s", *out)[0]
+        == 130
+    )
     for copy in ("again", "other"):
         shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{copy}"))
     assert archipel("resume", tmp_path)[0] == 0
     assert archipel("resume", f"{tmp_path}-again", "--checkpoint-every", "3000s")[0] == 0
-    (tmp_path.with_name(f"{tmp_path.name}-other") / "halos-seed0/checkpoint/event-000000000100/manifest.json").write_text("{}")
+    (
+        tmp_path.with_name(f"{tmp_path.name}-other")
+        / "halos-seed0/checkpoint/event-000000000100/manifest.json"
+    ).write_text("{}")
     assert archipel("resume", f"{tmp_path}-other")[0] == 2  # nothing sound to ask
     first, second = Every(seconds=2000.5), Every(seconds=3000.0)
     assert seen == [first, first, first, second, second, None, None]
 
 
 def test_tokens_need_a_task(archipel: Any, tmp_path: Path) -> None:
-    assert archipel(*TIMED, "--methods", "halos", "--checkpoint-every", 1000, "--out", tmp_path / "out") == (
+    assert archipel(
+        *TIMED, "--methods", "halos", "--checkpoint-every", 1000, "--out", tmp_path / "out"
+    ) == (
         2,
-        ["archipel: --checkpoint-every 1000: task none has no tokens; give seconds on this machine, such as 600s"],
+        [
+            "archipel: --checkpoint-every 1000: task none has no tokens; give seconds on this "
+            "machine, such as 600s"
+        ],
     )
     assert not (tmp_path / "out").exists()
 
@@ -742,11 +928,14 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_be_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
         patch.setattr(checkpoint, "write_file", filling)
-        code, lines = archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out")
+        code, lines = archipel(
+            *TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out"
+        )
     kept = checkpoint.checkpoints(directory / "checkpoint")
     assert (code, len(kept)) == (1, 2)
     assert re.fullmatch(
-        rf"archipel: {directory}/checkpoint/event-\d+: this checkpoint cannot be written: No space left on device; "
+        rf"archipel: {directory}/checkpoint/event-\d+: this checkpoint cannot be written: No space "
+        r"left on device; "
         rf"the last one, {kept[-1].name}, is whole",
         lines[-1],
     )
@@ -755,9 +944,13 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_be_resumed(
         warnings.simplefilter("always")
         code, lines = archipel("resume", directory)
     assert code == 0
-    assert lines[0].startswith(f"archipel: warning: checkpoint refused: {kept[-1]}/state.json has 2 bytes and should have ")
+    assert lines[0].startswith(
+        f"archipel: warning: checkpoint refused: {kept[-1]}/state.json has 2 bytes and should have "
+    )
     assert lines[0].endswith(f"; going on from {kept[0]}")
-    assert files(directory).items() >= files(tmp_path / "whole" / "halos-seed0").items()  # and a report
+    assert (
+        files(directory).items() >= files(tmp_path / "whole" / "halos-seed0").items()
+    )  # and a report
 
 
 def test_a_disk_that_is_full_at_the_end_costs_nothing_that_was_saved(
@@ -773,7 +966,9 @@ def test_a_disk_that_is_full_at_the_end_costs_nothing_that_was_saved(
     with monkeypatch.context() as patch:
         patch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
         patch.setattr(Recorder, "write_metrics", full)
-        code, lines = archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out")
+        code, lines = archipel(
+            *TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out"
+        )
     assert (code, lines[-1]) == (1, f"archipel: {directory}/metrics.jsonl: No space left on device")
     assert {path.name for path in directory.iterdir()} == {"recipe.yaml", "checkpoint"}
     assert archipel("resume", directory)[0] == 0
@@ -791,7 +986,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(
     code, lines = archipel("resume", tmp_path)
     assert code == 2
     assert lines[-1].startswith(
-        f"archipel: no checkpoint to go on from in {folder}: {folder}/event-000000000700/state.json has 0 bytes"
+        f"archipel: no checkpoint to go on from in {folder}: "
+        f"{folder}/event-000000000700/state.json has 0 bytes"
     )
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -832,7 +1028,9 @@ def build(config, world, theta):
 """
 
 
-def test_a_method_of_ones_own(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_of_ones_own(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "noted.py").write_text(OWN.replace("KEPT", "{1: (2, [sender])}"))
     own = ("--methods", tmp_path / "noted.py")
     assert archipel(*TIMED, *own, "--out", tmp_path / "whole")[0] == 0
@@ -842,14 +1040,24 @@ def test_a_method_of_ones_own(archipel: Any, tmp_path: Path, monkeypatch: pytest
     assert files(tmp_path / "out" / "noted-seed0") == files(tmp_path / "whole" / "noted-seed0")
 
 
-def test_a_method_whose_state_cannot_be_saved(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is bothered who asks for no checkpoint; Ctrl-C still leaves what happened until then."""
+def test_a_method_whose_state_cannot_be_saved(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is bothered who asks for no checkpoint; Ctrl-C still leaves what happened until
+    then.
+    """
     (tmp_path / "odd.py").write_text(OWN.replace("KEPT", "len"))
     own = ("--methods", tmp_path / "odd.py")
     assert archipel(*TIMED, *own, "--out", tmp_path / "whole")[0] == 0
-    complaint = "state.simulator.actors.r0/w0.kept is a builtins.builtin_function_or_method, which a checkpoint cannot hold; "
+    complaint = (
+        "state.simulator.actors.r0/w0.kept is a builtins.builtin_function_or_method, "
+        "which "
+        "a checkpoint cannot hold; "
+    )
     topology = ("--topology", "one-node")
-    code, lines = archipel(*TIMED, *own, *topology, "--checkpoint-every", "0.000001s", "--out", tmp_path / "every")
+    code, lines = archipel(
+        *TIMED, *own, *topology, "--checkpoint-every", "0.000001s", "--out", tmp_path / "every"
+    )
     assert (code, lines[-1].startswith(f"archipel: odd: {complaint}")) == (2, True), lines
     interrupt_at(700, monkeypatch)
     with warnings.catch_warnings():

@@ -1,4 +1,6 @@
-"""The command line as a user meets it: what is printed, what is left, and what can be asked of it again."""
+"""The command line as a user meets it: what is printed, what is left, and what can be asked of it
+again.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,31 @@ from safetensors.torch import load_file
 from archipel import __version__, cli
 
 RUN_KEYS = {
-    "method", "label", "seed", "time_s", "inner_steps", "tokens", "outer_steps", "messages", "sent_bytes", "slow_link_bytes",
-    "idle_fraction", "final_loss", "best_loss", "time_to_target_s",
-}  # fmt: skip
-SMALL = ["--set", "task.layers=1", "--set", "task.width=16", "--set", "task.heads=2", "--set", "task.sequence=16"]
+    "method",
+    "label",
+    "seed",
+    "time_s",
+    "inner_steps",
+    "tokens",
+    "outer_steps",
+    "messages",
+    "sent_bytes",
+    "slow_link_bytes",
+    "idle_fraction",
+    "final_loss",
+    "best_loss",
+    "time_to_target_s",
+}
+SMALL = [
+    "--set",
+    "task.layers=1",
+    "--set",
+    "task.width=16",
+    "--set",
+    "task.heads=2",
+    "--set",
+    "task.sequence=16",
+]
 SMALL += ["--set", "task.valid_sequences=8", "--set", "run.evaluations=4"]
 
 
@@ -46,18 +69,44 @@ def archipel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def test_compare_with_seeds_leaves_runs_and_a_report(archipel: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     answer = archipel(
-        "compare", "--methods", "halos,diloco+dynamic_steps", "--task", "synthetic", "--steps", 300, "--seeds", 2,
-        "--set", "halos.accumulate=4", "--set", "diloco.inner_steps=8", "--processes", 1, "--out", out, *SMALL,
-    )  # fmt: skip
+        "compare",
+        "--methods",
+        "halos,diloco+dynamic_steps",
+        "--task",
+        "synthetic",
+        "--steps",
+        300,
+        "--seeds",
+        2,
+        "--set",
+        "halos.accumulate=4",
+        "--set",
+        "diloco.inner_steps=8",
+        "--processes",
+        1,
+        "--out",
+        out,
+        *SMALL,
+    )
     assert answer.code == 0, answer.err
     assert sorted(path.name for path in out.iterdir()) == [
-        "diloco+dynamic_steps-seed0", "diloco+dynamic_steps-seed1", "halos-seed0", "halos-seed1",
-        "loss_vs_time.png", "loss_vs_tokens.png", "report.html", "timeline.png",
-    ]  # fmt: skip
+        "diloco+dynamic_steps-seed0",
+        "diloco+dynamic_steps-seed1",
+        "halos-seed0",
+        "halos-seed1",
+        "loss_vs_time.png",
+        "loss_vs_tokens.png",
+        "report.html",
+        "timeline.png",
+    ]
     for run in out.glob("*-seed*"):
         assert {path.name for path in run.iterdir()} == {
-            "recipe.yaml", "metrics.jsonl", "summary.json", "trace.json", "weights.safetensors",
-        }  # fmt: skip
+            "recipe.yaml",
+            "metrics.jsonl",
+            "summary.json",
+            "trace.json",
+            "weights.safetensors",
+        }
     first = answer.out.splitlines()[0]
     assert first.startswith("Real: gradients of a GPT of 1 x 16")
     assert "Modelled: the clock" in first
@@ -65,7 +114,10 @@ def test_compare_with_seeds_leaves_runs_and_a_report(archipel: Any, tmp_path: Pa
     assert "halos: accumulate 4 (published: 32)" in answer.out
     assert "±" in answer.out
     lines = answer.err.splitlines()
-    assert all(re.match(r"^[\w+]+-seed\d: [\d,]+/300 steps, [\d,]+ s modelled, \d+ s here$", line) for line in lines), lines
+    assert all(
+        re.match(r"^[\w+]+-seed\d: [\d,]+/300 steps, [\d,]+ s modelled, \d+ s here$", line)
+        for line in lines
+    ), lines
 
     again = archipel("report", out, "--json", "--target-loss", 99)
     assert json.loads(again.out)["target_loss"] == 99
@@ -73,11 +125,14 @@ def test_compare_with_seeds_leaves_runs_and_a_report(archipel: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_recipe_runs_and_its_filled_in_copy_gives_the_same_run(archipel: Any, tmp_path: Path) -> None:
+def test_a_recipe_runs_and_its_filled_in_copy_gives_the_same_run(
+    archipel: Any, tmp_path: Path
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "method: {name: noloco, inner_steps: 4}\ntopology: internet-4\nprofile: pythia-70m-h100\n"
-        "task: {name: synthetic, layers: 1, width: 16, heads: 2, sequence: 16, valid_sequences: 8, lr: 1e-3}\n"
+        "task: {name: synthetic, layers: 1, width: 16, heads: 2, sequence: 16, valid_sequences: 8, "
+        "lr: 1e-3}\n"
         "run: {steps: 100, seed: 3, evaluations: 2}\n"
     )
     first = archipel("run", recipe, "--processes", 1, "--out", tmp_path / "a", "--json")
@@ -93,15 +148,33 @@ def test_a_recipe_runs_and_its_filled_in_copy_gives_the_same_run(archipel: Any, 
         same = Path("noloco-seed3") / name
         assert (tmp_path / "a" / same).read_bytes() == (tmp_path / "b" / same).read_bytes()
     assert (
-        sum(tensor.numel() for tensor in load_file(filled.with_name("weights.safetensors")).values()) == 64 * 16 + 16 * 16 * 13 + 48
+        sum(
+            tensor.numel() for tensor in load_file(filled.with_name("weights.safetensors")).values()
+        )
+        == 64 * 16 + 16 * 16 * 13 + 48
     )
 
 
 def test_tokens_are_steps_times_the_size_of_a_batch(archipel: Any, tmp_path: Path) -> None:
     answer = archipel(
-        "compare", "--methods", "diloco", "--task", "synthetic", "--tokens", 6400, "--topology", "one-node",
-        "--processes", 1, "--out", tmp_path / "out", "--json", "--set", "diloco.inner_steps=10", *SMALL,
-    )  # fmt: skip
+        "compare",
+        "--methods",
+        "diloco",
+        "--task",
+        "synthetic",
+        "--tokens",
+        6400,
+        "--topology",
+        "one-node",
+        "--processes",
+        1,
+        "--out",
+        tmp_path / "out",
+        "--json",
+        "--set",
+        "diloco.inner_steps=10",
+        *SMALL,
+    )
     [run] = json.loads(answer.out)["runs"]
     assert (run["inner_steps"], run["tokens"]) == (100, 6400)
     assert run["time_to_target_s"] == run["time_s"]
@@ -111,14 +184,26 @@ def test_overrides_reach_a_preset_topology_and_a_profile(archipel: Any, tmp_path
     def seconds(*overrides: str) -> float:
         sets = [part for override in overrides for part in ("--set", override)]
         answer = archipel(
-            "compare", "--methods", "diloco", "--task", "none", "--steps", 512, "--json", "--out", tmp_path / "out", *sets
+            "compare",
+            "--methods",
+            "diloco",
+            "--task",
+            "none",
+            "--steps",
+            512,
+            "--json",
+            "--out",
+            tmp_path / "out",
+            *sets,
         )
         assert answer.code == 0, answer.err
         return json.loads(answer.out)["runs"][0]["time_s"]
 
     base = seconds()
     assert base == pytest.approx(97.93653652571933)
-    assert seconds("profile.step_time_s=0.476782") == pytest.approx(base + 32 * 0.238391 * 0.907 / 0.107)
+    assert seconds("profile.step_time_s=0.476782") == pytest.approx(
+        base + 32 * 0.238391 * 0.907 / 0.107
+    )
     assert seconds("topology.collective=tree") == pytest.approx(
         base - 2 * 15 / 16 * 281706496 * 8 / 0.127e9 + 8 * 281706496 * 8 / 0.117e9
     )
@@ -130,9 +215,17 @@ def test_a_method_of_ones_own_is_one_file(archipel: Any, tmp_path: Path) -> None
     [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (tmp_path / "local_sgd.py").write_text(code)
     answer = archipel(
-        "compare", "--methods", f"{tmp_path}/local_sgd.py,diloco", "--task", "none", "--steps", 1024, "--json",
-        "--out", tmp_path / "out",
-    )  # fmt: skip
+        "compare",
+        "--methods",
+        f"{tmp_path}/local_sgd.py,diloco",
+        "--task",
+        "none",
+        "--steps",
+        1024,
+        "--json",
+        "--out",
+        tmp_path / "out",
+    )
     assert answer.code == 0, answer.err
     runs = {run["label"]: run for run in json.loads(answer.out)["runs"]}
     assert runs["local_sgd"]["time_s"] == runs["diloco"]["time_s"]
@@ -154,37 +247,65 @@ def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any, tmp_path: P
     assert yaml.safe_load(archipel("list", "two-regions").out)["links"][0]["latency_ms"] == 35
     assert "0.238391" in archipel("list", "pythia-70m-h100").out
     assert archipel("list", "halo").code == 2
-    (tmp_path / "my-halos.yaml").write_text("regions: {a: [1.0]}")  # a file may be called nearly like a method
+    (tmp_path / "my-halos.yaml").write_text(
+        "regions: {a: [1.0]}"
+    )  # a file may be called nearly like a method
     assert "my-halos" in archipel("list", tmp_path / "my-halos.yaml").out
 
 
 def test_the_theory_of_noloco(archipel: Any) -> None:
     unstable = archipel("theory", "noloco", "--alpha", 0.9, "--beta", 0.7, "--gamma", 0.7).out
-    assert unstable.startswith("unstable: α = 0.9, β = 0.7, γ = 0.7, groups of 2, many workers, in the small-curvature limit")
+    assert unstable.startswith(
+        "unstable: α = 0.9, β = 0.7, γ = 0.7, groups of 2, many workers, in the small-curvature "
+        "limit"
+    )
     assert "0.00 < γ < 0.38" in unstable
     stable = archipel("theory", "noloco", "--alpha", 0.5).out
     assert stable.startswith("stable: ")
     assert "0.00 < γ < 1.50" in stable
-    verdict = json.loads(archipel("theory", "noloco", "--curvature", 0.01, "--workers", 4, "--inner-steps", 10, "--json").out)
+    verdict = json.loads(
+        archipel(
+            "theory", "noloco", "--curvature", 0.01, "--workers", 4, "--inner-steps", 10, "--json"
+        ).out
+    )
     assert set(verdict) == {
-        "stable", "spectral_radius_mean", "spectral_radius_spread", "gamma_min", "gamma_max", "gamma_max_limit", "gamma_best",
-        "workers", "group_size", "curvature", "inner_steps",
-    }  # fmt: skip
+        "stable",
+        "spectral_radius_mean",
+        "spectral_radius_spread",
+        "gamma_min",
+        "gamma_max",
+        "gamma_max_limit",
+        "gamma_best",
+        "workers",
+        "group_size",
+        "curvature",
+        "inner_steps",
+    }
     assert (verdict["workers"], verdict["curvature"], verdict["inner_steps"]) == (4, 0.01, 10)
 
 
 def test_the_theory_of_noloco_says_how_far_off_the_conjecture_is(archipel: Any) -> None:
     lines = archipel("theory", "noloco", "--curvature", 0.001, "--conjecture").out.splitlines()
     assert ["16", "0.5425", "0.5425"] in [line.split() for line in lines]
-    assert "one group of all" in archipel("theory", "noloco", "--curvature", 0.001, "--conjecture", "--group-size", 4).out
-    more = json.loads(archipel("theory", "noloco", "--curvature", 0.01, "--conjecture", "--group-size", 4, "--json").out)
+    assert (
+        "one group of all"
+        in archipel("theory", "noloco", "--curvature", 0.001, "--conjecture", "--group-size", 4).out
+    )
+    more = json.loads(
+        archipel(
+            "theory", "noloco", "--curvature", 0.01, "--conjecture", "--group-size", 4, "--json"
+        ).out
+    )
     assert more["conjecture"][-1] == {
-        "workers": None, "exact_over_independent": 1.0, "exact_over_conjectured": pytest.approx(2 / 3),
-    }  # fmt: skip
+        "workers": None,
+        "exact_over_independent": 1.0,
+        "exact_over_conjectured": pytest.approx(2 / 3),
+    }
     refused = archipel("theory", "noloco", "--conjecture")
     assert refused.code == 2
     assert refused.err == (
-        "archipel: --conjecture: a flat direction has no variance to compare; give a --curvature, such as 0.001\n"
+        "archipel: --conjecture: a flat direction has no variance to compare; give a --curvature, "
+        "such as 0.001\n"
     )
 
 
@@ -192,56 +313,104 @@ def test_the_theory_of_noloco_draws_figures(archipel: Any, tmp_path: Path) -> No
     answer = archipel("theory", "noloco", "--alpha", 0.9, "--plots", tmp_path / "figures")
     assert answer.code == 0
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == [
-        "theory_ellipse.png", "theory_factor.png", "theory_window.png",
-    ]  # fmt: skip
+        "theory_ellipse.png",
+        "theory_factor.png",
+        "theory_window.png",
+    ]
     assert "theory_window.png" in answer.out.splitlines()[-1]
-    assert "theory_omega.png is not drawn: gamma is 0.7, not stable in a flat direction\n" in answer.err
+    assert (
+        "theory_omega.png is not drawn: gamma is 0.7, not stable in a flat direction\n"
+        in answer.err
+    )
 
 
-def test_latency_prints_what_pairs_save(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_prints_what_pairs_save(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from archipel import latency
 
     study = latency.study
-    monkeypatch.setattr(latency, "study", lambda job, seed: study(job, seed, nodes=(2, 4), draws=256))
-    answer = archipel("latency", "--workers", 4, "--inner-steps", 5, "--steps", 50, "--out", tmp_path / "out", "--json")
+    monkeypatch.setattr(
+        latency, "study", lambda job, seed: study(job, seed, nodes=(2, 4), draws=256)
+    )
+    answer = archipel(
+        "latency",
+        "--workers",
+        4,
+        "--inner-steps",
+        5,
+        "--steps",
+        50,
+        "--out",
+        tmp_path / "out",
+        "--json",
+    )
     assert answer.code == 0, answer.err
     assert len(json.loads(answer.out)["claims"]) == 3
     assert len(list((tmp_path / "out").glob("*.png"))) == 2
-    assert "tree" in archipel("latency", "--workers", 4, "--inner-steps", 5, "--steps", 50, "--out", tmp_path / "out").out
+    assert (
+        "tree"
+        in archipel(
+            "latency", "--workers", 4, "--inner-steps", 5, "--steps", 50, "--out", tmp_path / "out"
+        ).out
+    )
     assert archipel("latency", "--sigma", -1, "--out", tmp_path / "no").code == 2
 
 
 def test_noloco_warns_before_its_replicas_drift_apart(archipel: Any, tmp_path: Path) -> None:
     def errors(*settings: str) -> str:
         sets = [part for setting in settings for part in ("--set", setting)]
-        return archipel("compare", "--methods", "noloco", "--task", "none", "--steps", 800, "--out", tmp_path / "out", *sets).err
+        return archipel(
+            "compare",
+            "--methods",
+            "noloco",
+            "--task",
+            "none",
+            "--steps",
+            800,
+            "--out",
+            tmp_path / "out",
+            *sets,
+        ).err
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         diverging = errors("noloco.alpha=0.9")
         converging = errors("noloco.alpha=0.9", "noloco.gamma=0.2") + errors()
     assert diverging.splitlines()[0] == (
-        "archipel: warning: noloco: gamma = 0.7 will drive the replicas apart: with alpha = 0.9, groups of 2 and 16 workers "
-        "they stay together for 0.00 < gamma < 0.40, and come together fastest with gamma = 0.01 (see: archipel theory noloco)"
+        "archipel: warning: noloco: gamma = 0.7 will drive the replicas apart: with alpha = 0.9, "
+        "groups of 2 and 16 workers "
+        "they stay together for 0.00 < gamma < 0.40, and come together fastest with gamma = 0.01 "
+        "(see: archipel theory noloco)"
     )
     assert "warning" not in converging
 
 
-def test_a_run_directory_is_replaced_and_nothing_else_is_touched(archipel: Any, tmp_path: Path) -> None:
+def test_a_run_directory_is_replaced_and_nothing_else_is_touched(
+    archipel: Any, tmp_path: Path
+) -> None:
     common = ("compare", "--methods", "diloco", "--task", "none", "--out", tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     assert archipel(*common, "--steps", 512).code == 0
     assert archipel(*common, "--steps", 1024).code == 0
-    assert json.loads((tmp_path / "diloco-seed0" / "summary.json").read_text())["inner_steps"] == 1024
+    assert (
+        json.loads((tmp_path / "diloco-seed0" / "summary.json").read_text())["inner_steps"] == 1024
+    )
     assert (tmp_path / "notes.txt").read_text() == "mine"
     for file in ("summary.json", "recipe.yaml"):
         (tmp_path / "diloco-seed0" / file).unlink()
     refused = archipel(*common, "--steps", 512)
     assert refused.code == 2
-    assert refused.err == f"archipel: --out {tmp_path}: {tmp_path}/diloco-seed0 is there already and is not a run directory\n"
+    assert (
+        refused.err
+        == f"archipel: --out {tmp_path}: {tmp_path}/diloco-seed0 is there already and is not a run "
+        "directory\n"
+    )
 
 
-def test_a_method_that_diverges_does_not_cost_the_others(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_diverges_does_not_cost_the_others(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from archipel import experiment
     from archipel.errors import Diverged
 
@@ -253,7 +422,18 @@ def test_a_method_that_diverges_does_not_cost_the_others(archipel: Any, tmp_path
         return simulate(recipe, *arguments, **options)
 
     monkeypatch.setattr(experiment, "simulate", diverging)
-    answer = archipel("compare", "--methods", "diloco,halos", "--task", "none", "--steps", 500, "--json", "--out", tmp_path / "out")
+    answer = archipel(
+        "compare",
+        "--methods",
+        "diloco,halos",
+        "--task",
+        "none",
+        "--steps",
+        500,
+        "--json",
+        "--out",
+        tmp_path / "out",
+    )
     assert answer.code == 2
     assert [run["label"] for run in json.loads(answer.out)["runs"]] == ["halos"]
     assert answer.err.splitlines()[-1] == "archipel: diloco: the validation loss is nan (seed 0)"
@@ -266,14 +446,37 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_written_run(
         raise OSError(28, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "write_text", full)
-    answer = archipel("compare", "--methods", "diloco", "--task", "none", "--steps", 512, "--out", tmp_path / "out")
+    answer = archipel(
+        "compare",
+        "--methods",
+        "diloco",
+        "--task",
+        "none",
+        "--steps",
+        512,
+        "--out",
+        tmp_path / "out",
+    )
     assert answer.code == 1
     assert answer.err.splitlines()[-1].endswith("recipe.yaml: No space left on device")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_report_that_cannot_be_written_is_one_line(archipel: Any, tmp_path: Path) -> None:
-    assert archipel("compare", "--methods", "diloco", "--task", "none", "--steps", 512, "--out", tmp_path / "out").code == 0
+    assert (
+        archipel(
+            "compare",
+            "--methods",
+            "diloco",
+            "--task",
+            "none",
+            "--steps",
+            512,
+            "--out",
+            tmp_path / "out",
+        ).code
+        == 0
+    )
     (tmp_path / "file").write_text("")
     answer = archipel("report", tmp_path / "out", "--out", tmp_path / "file" / "folder")
     assert (answer.code, answer.err) == (1, f"archipel: {tmp_path}/file/folder: Not a directory\n")
@@ -282,10 +485,15 @@ def test_a_report_that_cannot_be_written_is_one_line(archipel: Any, tmp_path: Pa
 def test_a_recipes_target_is_the_reports(archipel: Any, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("method: diloco\ntask: none\nrun: {steps: 512, target_loss: 1.5}\n")
-    assert json.loads(archipel("run", recipe, "--json", "--out", tmp_path / "out").out)["target_loss"] == 1.5
+    assert (
+        json.loads(archipel("run", recipe, "--json", "--out", tmp_path / "out").out)["target_loss"]
+        == 1.5
+    )
 
 
-def test_ctrl_c_leaves_what_was_finished(archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_what_was_finished(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from archipel.simulator import Simulator
 
     handle, count = Simulator._handle, 0
@@ -298,10 +506,25 @@ def test_ctrl_c_leaves_what_was_finished(archipel: Any, tmp_path: Path, monkeypa
         handle(self, *arguments)
 
     monkeypatch.setattr(Simulator, "_handle", interrupted)
-    answer = archipel("compare", "--methods", "async_local_sgd", "--task", "none", "--out", tmp_path / "out", "--steps", 10**6)
+    answer = archipel(
+        "compare",
+        "--methods",
+        "async_local_sgd",
+        "--task",
+        "none",
+        "--out",
+        tmp_path / "out",
+        "--steps",
+        10**6,
+    )
     assert answer.code == 130
     assert answer.err.splitlines()[-1] == (
         f"archipel: interrupted; `archipel resume {tmp_path}/out` goes on from here; "
         f"`archipel report {tmp_path}/out` shows what happened until then"
     )
-    assert json.loads((tmp_path / "out" / "async_local_sgd-seed0" / "summary.json").read_text())["stopped"] == "interrupted"
+    assert (
+        json.loads((tmp_path / "out" / "async_local_sgd-seed0" / "summary.json").read_text())[
+            "stopped"
+        ]
+        == "interrupted"
+    )

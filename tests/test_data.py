@@ -1,4 +1,6 @@
-"""`data.py`: batches are a pure function of (seed, shard, index), held-out text stays out, the synthetic source has its entropy."""
+"""`data.py`: batches are a pure function of (seed, shard, index), held-out text stays out, the
+synthetic source has its entropy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipel import data
-from archipel.data import Corpus, Shard, entropy_rate, folder_corpus, markov_corpus, region_weights, stdlib_corpus
+from archipel.data import (
+    Corpus,
+    Shard,
+    entropy_rate,
+    folder_corpus,
+    markov_corpus,
+    region_weights,
+    stdlib_corpus,
+)
 from archipel.errors import UserError
 
 reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -26,7 +36,9 @@ VALID = replace(SHARD, split="valid")
 
 
 def numbered(*sizes: int, valid: int = 1000) -> Corpus:
-    """Classes of these sizes; the training tokens count up from 0 through all of them, the held-out ones from 10,000."""
+    """Classes of these sizes; the training tokens count up from 0 through all of them, the held-out
+    ones from 10,000.
+    """
     ends = np.cumsum(sizes)
     classes = [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     return Corpus.of(classes, np.arange(10_000, 10_000 + valid), 20_000, "numbers")
@@ -58,7 +70,9 @@ def test_the_same_seed_shard_and_index_give_the_same_batch() -> None:
 @pytest.mark.parametrize("change", [{"index": 1}, {"seed": 1}])
 def test_another_worker_or_seed_gives_another_batch(change: dict[str, Any]) -> None:
     corpus = numbered(5000)
-    assert not torch.equal(corpus.batch(SHARD, 7, 8, 5), corpus.batch(replace(SHARD, **change), 7, 8, 5))
+    assert not torch.equal(
+        corpus.batch(SHARD, 7, 8, 5), corpus.batch(replace(SHARD, **change), 7, 8, 5)
+    )
 
 
 def test_another_index_gives_another_batch() -> None:
@@ -83,8 +97,14 @@ def test_with_weights_a_window_never_leaves_its_class() -> None:
 
 def test_weights_say_how_often_each_class_is_drawn() -> None:
     weights = np.array([0.1, 0.6, 0.3])
-    firsts = numbered(100, 100, 100).batch(SHARD, 0, size=20_000, length=4, weights=weights)[:, 0].numpy()
-    np.testing.assert_allclose(np.bincount(firsts // 100, minlength=3) / 20_000, weights, atol=0.015)
+    firsts = (
+        numbered(100, 100, 100)
+        .batch(SHARD, 0, size=20_000, length=4, weights=weights)[:, 0]
+        .numpy()
+    )
+    np.testing.assert_allclose(
+        np.bincount(firsts // 100, minlength=3) / 20_000, weights, atol=0.015
+    )
 
 
 # Validation
@@ -110,7 +130,9 @@ def test_validation_batches_differ_by_index() -> None:
 
 
 def test_one_file_in_twenty_is_held_out_as_a_whole(tmp_path: Path) -> None:
-    corpus = folder_corpus(write(tmp_path, {f"{i:02}.txt": bytes([i]) * 10 for i in range(40)}), length=5)
+    corpus = folder_corpus(
+        write(tmp_path, {f"{i:02}.txt": bytes([i]) * 10 for i in range(40)}), length=5
+    )
     held_out, trained = set(corpus.valid.tolist()), set(corpus.train.tolist())
     assert len(held_out) == 2
     assert trained == set(range(40)) - held_out
@@ -134,11 +156,16 @@ def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
 def test_each_top_level_folder_is_a_class(tmp_path: Path) -> None:
     files = {"x/1.txt": b"x" * 100, "x/deep/er/2.txt": b"x" * 100, "y/1.txt": b"y" * 600}
     corpus = folder_corpus(write(tmp_path, files), length=5)
-    assert [set(corpus.train[a:b].tobytes()) for a, b in pairwise(corpus.starts)] == [{ord("x")}, {ord("y")}]
+    assert [set(corpus.train[a:b].tobytes()) for a, b in pairwise(corpus.starts)] == [
+        {ord("x")},
+        {ord("y")},
+    ]
     np.testing.assert_allclose(corpus.class_weights, [190 / 760, 570 / 760])
 
 
-def test_the_order_of_files_is_that_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_files_is_that_of_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, {f"{name}.txt": name.encode() * 40 for name in "bac"})
     monkeypatch.setattr(data, "_visible", lambda folder: sorted(folder.iterdir(), reverse=True))
     assert folder_corpus(tmp_path, length=2).train.tobytes() == b"a" * 38 + b"b" * 38 + b"c" * 38
@@ -150,14 +177,20 @@ def test_a_class_that_is_too_short_for_a_sequence_is_left_out(tmp_path: Path) ->
 
 
 def test_an_empty_file_is_a_class_of_nothing_and_is_left_out(tmp_path: Path) -> None:
-    corpus = folder_corpus(write(tmp_path, {"x/1": b"", "y/1": b"y" * 400, "z/1": b"z" * 400}), length=20)
+    corpus = folder_corpus(
+        write(tmp_path, {"x/1": b"", "y/1": b"y" * 400, "z/1": b"z" * 400}), length=20
+    )
     assert len(corpus.class_weights) == 2
     assert set(corpus.train.tobytes()) == set(b"yz")
 
 
 def test_text_may_be_any_bytes_for_each_is_a_token(tmp_path: Path) -> None:
-    """Invalid UTF-8 is text like any other: nothing is decoded, and no byte is outside the vocabulary."""
-    corpus = folder_corpus(write(tmp_path, {"a": bytes(range(256)) * 4, "b": b"\xff\xfe\xc3(" * 100}), length=20)
+    """Invalid UTF-8 is text like any other: nothing is decoded, and no byte is outside the
+    vocabulary.
+    """
+    corpus = folder_corpus(
+        write(tmp_path, {"a": bytes(range(256)) * 4, "b": b"\xff\xfe\xc3(" * 100}), length=20
+    )
     assert set(corpus.train.tolist()) == set(range(corpus.vocabulary)) == set(range(256))
 
 
@@ -172,10 +205,15 @@ def test_a_link_to_nothing_is_a_file_that_cannot_be_read(tmp_path: Path) -> None
     (write(tmp_path, {"a": b"a" * 400}) / "gone").symlink_to("nowhere")
     with pytest.raises(UserError) as error:
         folder_corpus(tmp_path, length=5)
-    assert str(error.value) == f"{tmp_path}: cannot read {tmp_path / 'gone'}: No such file or directory"
+    assert (
+        str(error.value)
+        == f"{tmp_path}: cannot read {tmp_path / 'gone'}: No such file or directory"
+    )
 
 
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scandir = os.scandir
 
     def refuse(path: Any) -> Any:
@@ -196,7 +234,9 @@ def test_hidden_files_are_left_out(tmp_path: Path) -> None:
 
 
 def test_files_in_hidden_folders_are_left_out(tmp_path: Path) -> None:
-    corpus = folder_corpus(write(tmp_path, {"a": b"a" * 400, ".git/objects/1": b"h" * 400}), length=5)
+    corpus = folder_corpus(
+        write(tmp_path, {"a": b"a" * 400, ".git/objects/1": b"h" * 400}), length=5
+    )
     assert ord("h") not in corpus.train
 
 
@@ -207,16 +247,26 @@ def test_a_folder_below_a_hidden_one_can_be_a_corpus(tmp_path: Path) -> None:
 
 def test_a_corpus_is_described_with_a_fingerprint_of_its_content(tmp_path: Path) -> None:
     one, same, other = (
-        folder_corpus(write(tmp_path / name, {"text": content * 200}) / "text", length=5).description
+        folder_corpus(
+            write(tmp_path / name, {"text": content * 200}) / "text", length=5
+        ).description
         for name, content in (("one", b"ab"), ("same", b"ab"), ("other", b"ac"))
     )
     assert one.startswith(f"{tmp_path / 'one' / 'text'} (1 files, 0.0 MB, sha256 ")
     assert one.split("sha256")[1] == same.split("sha256")[1] != other.split("sha256")[1]
 
 
-def test_the_standard_library_leaves_out_installed_packages_and_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_standard_library_leaves_out_installed_packages_and_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = {"abc.py": b"a" * 400, "json/decoder.py": b"b" * 400, "testing.py": b"c" * 400}
-    left_out = ["site-packages/x.py", "dist-packages/x.py", "test/test_abc.py", "json/tests/x.py", "idlelib/idle_test/x.py"]
+    left_out = [
+        "site-packages/x.py",
+        "dist-packages/x.py",
+        "test/test_abc.py",
+        "json/tests/x.py",
+        "idlelib/idle_test/x.py",
+    ]
     write(tmp_path, {**kept, **dict.fromkeys([*left_out, "notes.txt", "a.pyc"], b"Z" * 400)})
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     corpus = stdlib_corpus(length=5)
@@ -233,19 +283,28 @@ def test_the_standard_library_of_this_python_is_a_corpus_of_many_classes() -> No
 def test_a_missing_path_is_named() -> None:
     with pytest.raises(UserError) as error:
         folder_corpus(Path("no/such/place"), length=5)
-    assert str(error.value) == f"task.path: there is no file or folder 'no/such/place' (relative to {Path.cwd()})"
+    assert (
+        str(error.value)
+        == f"task.path: there is no file or folder 'no/such/place' (relative to {Path.cwd()})"
+    )
 
 
 @pytest.mark.parametrize(
     ("files", "counts"),
-    [({}, "0 files with 0 bytes"), ({"a": b"x" * 99}, "1 files with 99 bytes")],  # of 99 bytes, 4 are held out
+    [
+        ({}, "0 files with 0 bytes"),
+        ({"a": b"x" * 99}, "1 files with 99 bytes"),
+    ],  # of 99 bytes, 4 are held out
     ids=["empty", "too little held out"],
 )
-def test_too_little_text_is_refused_with_the_number(tmp_path: Path, files: dict[str, bytes], counts: str) -> None:
+def test_too_little_text_is_refused_with_the_number(
+    tmp_path: Path, files: dict[str, bytes], counts: str
+) -> None:
     with pytest.raises(UserError) as error:
         folder_corpus(write(tmp_path, files), length=5)
     assert str(error.value) == (
-        f"{tmp_path}: {counts} are too little: training, and validation on about a twentieth of them, each need 5 bytes "
+        f"{tmp_path}: {counts} are too little: training, and validation on about a twentieth of "
+        "them, each need 5 bytes "
         f"(task.sequence and one more); give more text or a shorter sequence"
     )
 
@@ -255,7 +314,9 @@ def test_just_enough_text_is_a_corpus(tmp_path: Path) -> None:
     assert (len(corpus.train), len(corpus.valid)) == (95, 5)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -285,19 +346,27 @@ def test_regions_differ_and_the_workers_of_one_do_not() -> None:
 
 
 def test_a_large_concentration_gives_the_classes_sizes() -> None:
-    np.testing.assert_allclose(region_weights(numbered(100, 300, 600), SHARD, 1e7), [0.1, 0.3, 0.6], atol=1e-3)
+    np.testing.assert_allclose(
+        region_weights(numbered(100, 300, 600), SHARD, 1e7), [0.1, 0.3, 0.6], atol=1e-3
+    )
 
 
 def test_a_tiny_concentration_gives_one_class() -> None:
     for region in range(20):
-        assert region_weights(numbered(100, 300, 600), replace(SHARD, region=region), 1e-4).max() == pytest.approx(1)
+        assert region_weights(
+            numbered(100, 300, 600), replace(SHARD, region=region), 1e-4
+        ).max() == pytest.approx(1)
 
 
 def test_region_weights_have_the_moments_of_a_dirichlet_distribution() -> None:
-    """Mean m and variance m(1 − m)/(A + 1), where A is the sum of the concentrations: here 0.5 for each of three classes."""
+    """Mean m and variance m(1 − m)/(A + 1), where A is the sum of the concentrations: here 0.5 for
+    each of three classes.
+    """
     m = np.array([0.1, 0.3, 0.6])
     corpus = numbered(100, 300, 600)
-    drawn = np.stack([region_weights(corpus, replace(SHARD, region=region), 0.5) for region in range(3000)])
+    drawn = np.stack(
+        [region_weights(corpus, replace(SHARD, region=region), 0.5) for region in range(3000)]
+    )
     np.testing.assert_allclose(drawn.mean(axis=0), m, atol=0.02)
     np.testing.assert_allclose(drawn.var(axis=0), m * (1 - m) / (1.5 + 1), rtol=0.06)
 
@@ -305,7 +374,10 @@ def test_region_weights_have_the_moments_of_a_dirichlet_distribution() -> None:
 def test_one_class_cannot_differ_between_regions() -> None:
     with pytest.raises(UserError) as error:
         region_weights(numbered(100), SHARD, 0.5)
-    assert str(error.value) == "task.dirichlet: numbers has one class of documents only, so regions cannot differ"
+    assert (
+        str(error.value)
+        == "task.dirichlet: numbers has one class of documents only, so regions cannot differ"
+    )
 
 
 # The source whose entropy is known
@@ -314,7 +386,9 @@ def test_one_class_cannot_differ_between_regions() -> None:
 @reproducible
 @given(st.floats(0.01, 1), st.floats(0.01, 1))
 def test_the_entropy_rate_of_two_states_has_a_closed_form(a: float, b: float) -> None:
-    """Leave state 0 with probability a, state 1 with b: (b·h(a) + a·h(b)) / (a + b), h being the entropy of a coin."""
+    """Leave state 0 with probability a, state 1 with b: (b·h(a) + a·h(b)) / (a + b), h being the
+    entropy of a coin.
+    """
 
     def h(p: float) -> float:
         return -sum(q * math.log(q) for q in (p, 1 - p) if q > 0)
@@ -332,7 +406,9 @@ def test_a_cycle_has_no_entropy() -> None:
 
 
 def test_the_synthetic_source_has_the_entropy_that_it_claims() -> None:
-    """Against counts of pairs in a long sample of each class: H(next | this) = −Σ n(i,j)/n · ln n(i,j)/n(i)."""
+    """Against counts of pairs in a long sample of each class: H(next | this) = −Σ n(i,j)/n · ln
+    n(i,j)/n(i).
+    """
     corpus = markov_corpus(vocabulary=12, sources=3, tokens=1_500_000)
     rates = []
     for a, b in pairwise(corpus.starts):
@@ -373,4 +449,7 @@ def test_no_token_of_a_source_is_outside_the_vocabulary() -> None:
 def test_a_source_needs_two_tokens() -> None:
     with pytest.raises(UserError) as error:
         markov_corpus(vocabulary=6, sources=4)
-    assert str(error.value) == "task: a vocabulary of 6 gives each of 4 sources 1 tokens; 2 to 512 are allowed"
+    assert (
+        str(error.value)
+        == "task: a vocabulary of 6 gives each of 4 sources 1 tokens; 2 to 512 are allowed"
+    )

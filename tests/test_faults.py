@@ -1,4 +1,6 @@
-"""Faults on purpose: what each one does to each method, counted by hand; the invariants, each shown to fail; the fuzzer."""
+"""Faults on purpose: what each one does to each method, counted by hand; the invariants, each shown
+to fail; the fuzzer.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "partition": {"kind": "partition", "regions": ["b"], "at_s": 7, "for_s": 20},
     "leave": {"kind": "leave", "node": B, "at_s": 7},
     "join": {"kind": "join", "node": B, "at_s": 7},
-}  # fmt: skip
+}
 
 
 def floats(fault: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +53,13 @@ def floats(fault: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe(name: str, *schedule: dict[str, Any], seconds: float = 60.0, **fields: Any) -> Recipe:
-    """Two workers in two regions. An inner step takes 1 s, a vector 1 s between the regions and 0.01 s inside one."""
+    """Two workers in two regions. An inner step takes 1 s, a vector 1 s between the regions and
+    0.01 s inside one.
+    """
     known = methods.load(name).Config.model_fields
-    settings = {key: value for key, value in {"inner_steps": 4, "accumulate": 2}.items() if key in known}
+    settings = {
+        key: value for key, value in {"inner_steps": 4, "accumulate": 2}.items() if key in known
+    }
     return parse_recipe(
         {
             "method": {"name": name, **settings},
@@ -65,7 +71,11 @@ def recipe(name: str, *schedule: dict[str, Any], seconds: float = 60.0, **fields
             "profile": {"name": "tiny", "model_bytes": 1_000_000, "step_time_s": 1.0},
             "task": "none",
             "run": {"steps": 1_000_000, "seconds": seconds},
-            "faults": {"schedule": [floats(fault) for fault in schedule], "save_every_s": 5.0, "deadline_s": 10.0},
+            "faults": {
+                "schedule": [floats(fault) for fault in schedule],
+                "save_every_s": 5.0,
+                "deadline_s": 10.0,
+            },
             **fields,
         }
     )
@@ -77,16 +87,17 @@ def simulated(*arguments: Any, **fields: Any) -> Simulator:
     return sim
 
 
-# What each fault does to each method, by hand. The recipe's comments say what takes how long; the deadline is 10 s, and nodes save
-# every 5 s.
+# What each fault does to each method, by hand. The recipe's comments say what takes how long; the
+# deadline is 10 s, and nodes save every 5 s.
 
 CRASH, CRASH_A = KINDS["crash"], {**KINDS["crash"], "node": A}
 BY_HAND: list[tuple[str, dict[str, Any], float, int]] = [
-    # A round is 4 s of inner steps and 1 s of all-reduce. a waits from 9 s to the deadline, 17 s, then its rounds take 4 s.
+    # A round is 4 s of inner steps and 1 s of all-reduce. a waits from 9 s to the deadline, 17 s,
+    # then its rounds take 4 s.
     ("diloco", CRASH, 20.5, 8 + 4),
     ("diloco", CRASH, 21.5, 8 + 4 + 4),
-    # The holder crashes; b has the same model and goes on. At 20 s a says hello, at 21 s b's round ends and the next begins, and
-    # θ and momentum reach a at 23 s; their common round ends at 28 s.
+    # The holder crashes; b has the same model and goes on. At 20 s a says hello, at 21 s b's round
+    # ends and the next begins, and θ and momentum reach a at 23 s; their common round ends at 28 s.
     ("diloco", KINDS["crash of the first"], 16.5, 8),
     ("diloco", KINDS["crash of the first"], 17.5, 8 + 4),
     ("diloco", KINDS["crash of the first"], 27.5, 8 + 4 + 4),
@@ -98,13 +109,15 @@ BY_HAND: list[tuple[str, dict[str, Any], float, int]] = [
     ("diloco", KINDS["link down"], 14.5, 16),
     # Nobody waits for one that says goodbye.
     ("diloco", KINDS["leave"], 9.5, 8 + 4),
-    # a alone takes rounds of 4 s; the newcomer's first round begins at 8 s, reaches it at 10 s, and ends at 15 s.
+    # a alone takes rounds of 4 s; the newcomer's first round begins at 8 s, reaches it at 10 s, and
+    # ends at 15 s.
     ("diloco", KINDS["join"], 14.5, 4 + 4),
     ("diloco", KINDS["join"], 15.5, 4 + 4 + 8),
     # From 5 s to 7 s two steps, then two of 3 s.
     ("diloco", KINDS["slow"], 13.5, 8),
     ("diloco", KINDS["slow"], 14.5, 16),
-    # A round is 1 s of gradient and 1 s of all-reduce. The fourth all-reduce would begin at 7 s; a waits until 17 s.
+    # A round is 1 s of gradient and 1 s of all-reduce. The fourth all-reduce would begin at 7 s; a
+    # waits until 17 s.
     ("sync_sgd", CRASH, 16.5, 6),
     ("sync_sgd", CRASH, 17.5, 6 + 1),
     ("sync_sgd", CRASH, 18.5, 6 + 2),
@@ -114,25 +127,40 @@ BY_HAND: list[tuple[str, dict[str, Any], float, int]] = [
     ("sync_sgd", KINDS["leave"], 10.5, 6 + 4),
     ("sync_sgd", KINDS["partition"], 27.5, 6),
     ("sync_sgd", KINDS["partition"], 28.5, 8),
-    # a's steps are applied at 4.02 s, 8.04 s, …, b's at 6 s, 12 s, …; b's next model is lost with it at 7 s.
+    # a's steps are applied at 4.02 s, 8.04 s, …, b's at 6 s, 12 s, …; b's next model is lost with
+    # it at 7 s.
     ("async_local_sgd", CRASH, 30.5, 7 * 4 + 4),
     # The server sends a model at 20 s; its displacement is there at 26 s.
     ("async_local_sgd", KINDS["restart"], 26.5, 6 * 4 + 2 * 4),
-    # The displacement that b sends at 11 s is lost with the connection at 17 s; the server sends a model at 27 s.
+    # The displacement that b sends at 11 s is lost with the connection at 17 s; the server sends a
+    # model at 27 s.
     ("async_local_sgd", KINDS["partition"], 33.5, 8 * 4 + 2 * 4),
-    # At 25 s 24 + 16 inner steps are applied, at its save of 25 s too; 30 s: the models reach a at 30.01 s and b at 31 s.
-    ("async_local_sgd", {**CRASH, "node": "a/server", "at_s": 25, "restart_after_s": 5}, 34.5, 40 + 4),
-    # The save of 20 s has 16 + 12. What came later is lost, and counted as long as the server is down.
+    # At 25 s 24 + 16 inner steps are applied, at its save of 25 s too; 30 s: the models reach a at
+    # 30.01 s and b at 31 s.
+    (
+        "async_local_sgd",
+        {**CRASH, "node": "a/server", "at_s": 25, "restart_after_s": 5},
+        34.5,
+        40 + 4,
+    ),
+    # The save of 20 s has 16 + 12. What came later is lost, and counted as long as the server is
+    # down.
     ("async_local_sgd", {**CRASH, "node": "a/server", "at_s": 24.5, "restart_after_s": 5}, 29, 40),
     ("async_local_sgd", {**CRASH, "node": "a/server", "at_s": 24.5, "restart_after_s": 5}, 30, 28),
-    ("async_local_sgd", {**CRASH, "node": "a/server", "at_s": 24.5, "restart_after_s": 5}, 34, 28 + 4),
-    # An outer step is 4 s of inner steps and 2 s of exchange. The survivor steps alone at 17 s, 21 s, …; the dead are not counted.
+    (
+        "async_local_sgd",
+        {**CRASH, "node": "a/server", "at_s": 24.5, "restart_after_s": 5},
+        34,
+        28 + 4,
+    ),
+    # An outer step is 4 s of inner steps and 2 s of exchange. The survivor steps alone at 17 s, 21
+    # s, …; the dead are not counted.
     ("noloco", CRASH, 16.5, 4),
     ("noloco", CRASH, 17.5, 8),
     ("noloco", CRASH, 21.5, 12),
     ("noloco", KINDS["leave"], 10.5, 8),
-    # b asks at 20 s and begins outer step 2 at 21 s. a waits for it from 21 s on; b has a's exchange when it is done, at 25 s. b's
-    # save of 5 s had no outer step.
+    # b asks at 20 s and begins outer step 2 at 21 s. a waits for it from 21 s on; b has a's
+    # exchange when it is done, at 25 s. b's save of 5 s had no outer step.
     ("noloco", KINDS["restart"], 25.5, 8 + 4),
     ("noloco", KINDS["restart"], 27.5, 12 + 4),
     # Both sides go on alone at 17 s, 21 s and 25 s, and exchange again at 31 s.
@@ -142,36 +170,48 @@ BY_HAND: list[tuple[str, dict[str, Any], float, int]] = [
     # The exchanges that are sent at 10 s arrive at 15 s.
     ("noloco", KINDS["link down"], 14.5, 2 * 4),
     ("noloco", KINDS["link down"], 15.5, 2 * 8),
-    # a alone until its step at 4 s; b asks at 7 s, has φ at 8 s and trains for step 1 until 12 s. a, done with its inner steps at
-    # 8 s, has b's exchange at 14 s.
+    # a alone until its step at 4 s; b asks at 7 s, has φ at 8 s and trains for step 1 until 12 s.
+    # a, done with its inner steps at 8 s, has b's exchange at 14 s.
     ("noloco", KINDS["join"], 13.5, 4 + 4),
     ("noloco", KINDS["join"], 14.5, 8 + 4),
-    # A worker's steps are applied by its local server at 4.02 s, 8.04 s, …; a's reports are applied at 8.05 s, 16.09 s, …,
-    # b's at 9.04 s, 17.08 s, …
+    # A worker's steps are applied by its local server at 4.02 s, 8.04 s, …; a's reports are applied
+    # at 8.05 s, 16.09 s, …, b's at 9.04 s, 17.08 s, …
     ("halos", CRASH, 30, 3 * 8),
-    ("halos", KINDS["restart"], 33, 4 * 8 + 8),  # b's steps count from 20 s on: 4 + 8 reach its server, 24.05 s to 28.07 s
-    # Of b's local server: the report of 8.04 s is lost with it; from 12 s on it reports what comes after its save.
+    (
+        "halos",
+        KINDS["restart"],
+        33,
+        4 * 8 + 8,
+    ),  # b's steps count from 20 s on: 4 + 8 reach its server, 24.05 s to 28.07 s
+    # Of b's local server: the report of 8.04 s is lost with it; from 12 s on it reports what comes
+    # after its save.
     ("halos", {**CRASH, "node": "b/server0", "at_s": 9, "restart_after_s": 3}, 18, 2 * 8 + 8),
-    # Of the global server: its save of 5 s has nothing. b's report of 8.04 s is lost on its way. a has been answered: it reports
-    # again at 16.08 s. b blends the model of 12 s in at 13 s; its report of 20.1 s tells of three updates.
+    # Of the global server: its save of 5 s has nothing. b's report of 8.04 s is lost on its way. a
+    # has been answered: it reports again at 16.08 s. b blends the model of 12 s in at 13 s; its
+    # report of 20.1 s tells of three updates.
     ("halos", {**CRASH, "node": "a/global", "at_s": 9, "restart_after_s": 3}, 11, 8),
     ("halos", {**CRASH, "node": "a/global", "at_s": 9, "restart_after_s": 3}, 12.5, 0),
     ("halos", {**CRASH, "node": "a/global", "at_s": 9, "restart_after_s": 3}, 20.5, 8),
     ("halos", {**CRASH, "node": "a/global", "at_s": 9, "restart_after_s": 3}, 22, 8 + 12),
-    # b's report of 8.04 s is lost at 17 s; the model of 27 s is an answer too, and the report of 32.16 s tells of six updates.
+    # b's report of 8.04 s is lost at 17 s; the model of 27 s is an answer too, and the report of
+    # 32.16 s tells of six updates.
     ("halos", KINDS["partition"], 33.5, 4 * 8 + 24),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("method", "fault", "seconds", "absorbed"), BY_HAND)
-def test_what_is_counted_by_hand(method: str, fault: dict[str, Any], seconds: float, absorbed: int) -> None:
+def test_what_is_counted_by_hand(
+    method: str, fault: dict[str, Any], seconds: float, absorbed: int
+) -> None:
     assert simulated(method, fault, seconds=float(seconds)).absorbed == absorbed
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ALL)
 def test_who_is_there_goes_on_and_the_invariants_hold(method: str, kind: str) -> None:
-    """The books are checked when anything happens and at the end; and everybody who is there has begun inner steps lately."""
+    """The books are checked when anything happens and at the end; and everybody who is there has
+    begun inner steps lately.
+    """
     sim = simulated(method, KINDS[kind], seconds=100.0)
     there = {"b/w0"} & {KINDS[kind].get("node")} if kind in ("crash", "leave") else set()
     for worker in sim.step_time_s:
@@ -180,11 +220,15 @@ def test_who_is_there_goes_on_and_the_invariants_hold(method: str, kind: str) ->
 
 @pytest.mark.parametrize("kind", ["loss", "delay", "duplicate", "slow", "link down"])
 @pytest.mark.parametrize("method", ALL)
-def test_what_the_transport_absorbs_is_never_told(method: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_transport_absorbs_is_never_told(
+    method: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[Message] = []
     handle = Simulator._handle
     monkeypatch.setattr(
-        Simulator, "_handle", lambda sim, to, message, sender: (told.append(message), handle(sim, to, message, sender))
+        Simulator,
+        "_handle",
+        lambda sim, to, message, sender: (told.append(message), handle(sim, to, message, sender)),
     )
     sim = simulated(method, KINDS[kind])
     assert not any(isinstance(message, Lost | Joined) for message in told)
@@ -202,11 +246,16 @@ def test_a_duplicate_costs_bytes_and_nothing_else() -> None:
 
 def test_a_delay_is_added_to_each_message() -> None:
     """6 s of an outer step become 9 s."""
-    assert [simulated("noloco", KINDS["delay"], seconds=seconds).absorbed for seconds in (8.5, 9.5, 17.5, 18.5)] == [0, 8, 8, 16]
+    assert [
+        simulated("noloco", KINDS["delay"], seconds=seconds).absorbed
+        for seconds in (8.5, 9.5, 17.5, 18.5)
+    ] == [0, 8, 8, 16]
 
 
 def test_a_lost_message_is_sent_again_after_the_timeout() -> None:
-    """Everything is lost until 2.5 s, or nearly: the model that reaches b at 1 s, and again at 1 + 1 + 1 = 3 s."""
+    """Everything is lost until 2.5 s, or nearly: the model that reaches b at 1 s, and again at 1 +
+    1 + 1 = 3 s.
+    """
     loss = {**KINDS["loss"], "for_s": 2.5, "probability": 0.999999, "between": ["a", "b"]}
     sim = simulated("async_local_sgd", loss, seconds=8.5)
     assert sim.absorbed == 2 * 4 + 4  # b's are there at 3 + 4 + 1 s
@@ -220,12 +269,23 @@ def test_an_empty_schedule_changes_nothing(method: str) -> None:
     for given in (recipe(method), recipe(method, faults=None)):
         sim = experiment.make_simulator(given, None)
         sim.run()
-        runs.append((sim.now, sim.events, sim.sequence, sim.absorbed, sim.recorder.spans, sim.recorder.sent_bytes))
+        runs.append(
+            (
+                sim.now,
+                sim.events,
+                sim.sequence,
+                sim.absorbed,
+                sim.recorder.spans,
+                sim.recorder.sent_bytes,
+            )
+        )
     assert runs[0] == runs[1]
 
 
 def test_messages_keep_their_order_on_a_shared_link() -> None:
-    """NoLoCo's `Passed` has no bytes, and must not overtake the exchange before it: found by the fuzzer."""
+    """NoLoCo's `Passed` has no bytes, and must not overtake the exchange before it: found by the
+    fuzzer.
+    """
     topology = {
         "regions": {"r0": [0.4], "r1": [1.0, 1.0]},
         "local": {"bandwidth_gbit_s": 0.8},
@@ -234,21 +294,27 @@ def test_messages_keep_their_order_on_a_shared_link() -> None:
     }
     method = {"name": "noloco", "inner_steps": 2, "dynamic_steps": True, "group_size": 3}
     crash = {"kind": "crash", "node": "r1/w0", "at_s": 15, "restart_after_s": 1}
-    sim = experiment.make_simulator(recipe("noloco", crash, seconds=400.0, topology=topology, method=method), None)
+    sim = experiment.make_simulator(
+        recipe("noloco", crash, seconds=400.0, topology=topology, method=method), None
+    )
     assert sim.run() == "seconds"
 
 
 # Who is told what
 
 
-def told(method: str, *schedule: dict[str, Any], seconds: float, to: str) -> list[tuple[float, str]]:
+def told(
+    method: str, *schedule: dict[str, Any], seconds: float, to: str
+) -> list[tuple[float, str]]:
     sim = experiment.make_simulator(recipe(method, *schedule, seconds=seconds), None)
     heard: list[tuple[float, str]] = []
     handle = sim._handle
 
     def listen(node: NodeId, message: Message, sender: NodeId) -> None:
         if isinstance(message, Lost | Joined) and str(node) == to:
-            unreachable = " (unreachable)" if isinstance(message, Lost) and message.unreachable else ""
+            unreachable = (
+                " (unreachable)" if isinstance(message, Lost) and message.unreachable else ""
+            )
             heard.append((sim.now, f"{type(message).__name__} {message.node}{unreachable}"))
         handle(node, message, sender)
 
@@ -258,12 +324,18 @@ def told(method: str, *schedule: dict[str, Any], seconds: float, to: str) -> lis
 
 
 def test_a_crash_is_told_after_the_deadline_and_a_restart_at_once() -> None:
-    assert told("noloco", KINDS["restart"], seconds=30.0, to=A) == [(17.0, "Lost b/w0"), (20.0, "Joined b/w0")]
+    assert told("noloco", KINDS["restart"], seconds=30.0, to=A) == [
+        (17.0, "Lost b/w0"),
+        (20.0, "Joined b/w0"),
+    ]
     assert told("noloco", KINDS["restart"], seconds=30.0, to=B) == [(20.0, "Joined b/w0")]
     early = KINDS["restart before the deadline"]
     assert told("noloco", early, seconds=30.0, to=A) == [(9.0, "Lost b/w0"), (9.0, "Joined b/w0")]
     assert told("noloco", KINDS["leave"], seconds=30.0, to=A) == [(7.0, "Lost b/w0")]
-    assert told("noloco", KINDS["join"], seconds=30.0, to=A) == [(0.0, "Lost b/w0"), (7.0, "Joined b/w0")]
+    assert told("noloco", KINDS["join"], seconds=30.0, to=A) == [
+        (0.0, "Lost b/w0"),
+        (7.0, "Joined b/w0"),
+    ]
 
 
 def test_a_partition_is_told_to_both_sides_after_the_deadline() -> None:
@@ -275,7 +347,10 @@ def test_a_partition_is_told_to_both_sides_after_the_deadline() -> None:
 
 def test_one_that_restarts_is_told_who_is_not_there() -> None:
     crashes = (KINDS["restart"], {**CRASH_A, "at_s": 8})
-    assert told("noloco", *crashes, seconds=30.0, to=B) == [(20.0, "Joined b/w0"), (20.0, "Lost a/w0")]
+    assert told("noloco", *crashes, seconds=30.0, to=B) == [
+        (20.0, "Joined b/w0"),
+        (20.0, "Lost a/w0"),
+    ]
 
 
 def test_only_peers_are_told() -> None:
@@ -288,35 +363,50 @@ def test_only_peers_are_told() -> None:
 
 def test_all_members_of_a_collective_may_crash() -> None:
     """The one whose save has most rounds begins: b's is of 10 s, two rounds; a's of 5 s, one."""
-    crashes = {**CRASH_A, "at_s": 9, "restart_after_s": 20}, {**CRASH, "at_s": 29.5, "restart_after_s": 3}
+    crashes = (
+        {**CRASH_A, "at_s": 9, "restart_after_s": 20},
+        {**CRASH, "at_s": 29.5, "restart_after_s": 3},
+    )
     sim = simulated("diloco", *crashes, seconds=80.0)
-    assert {str(actor.me): actor.outer_steps for actor in sim.actors.values()} == dict.fromkeys((A, B), sim.outer_steps())
+    assert {str(actor.me): actor.outer_steps for actor in sim.actors.values()} == dict.fromkeys(
+        (A, B), sim.outer_steps()
+    )
     assert len([actor for actor in sim.actors.values() if actor.model() is not None]) == 1
 
 
 def test_noloco_workers_that_all_crash_go_on_from_their_saves() -> None:
     both = [{**CRASH, "node": node, "at_s": 20, "restart_after_s": 5} for node in (A, B)]
     sim = simulated("noloco", *both, seconds=36.5)
-    # Saved at 20 s: three outer steps each. They ask each other at 25 s, are answered at 26 s, and step at 32 s.
+    # Saved at 20 s: three outer steps each. They ask each other at 25 s, are answered at 26 s, and
+    # step at 32 s.
     assert sim.absorbed == 2 * (3 * 4 + 4)
 
 
 def test_a_run_in_which_nobody_is_left_ends_and_says_so() -> None:
     sim = experiment.make_simulator(recipe("noloco", CRASH, CRASH_A), None)
-    with pytest.raises(TrainingError, match=r"^deadlock at 17 s after 8 inner steps: a/w0 is lost, b/w0 is lost$"):
+    with pytest.raises(
+        TrainingError, match=r"^deadlock at 17 s after 8 inner steps: a/w0 is lost, b/w0 is lost$"
+    ):
         sim.run()
 
 
 def test_a_run_whose_server_is_gone_for_good_ends_and_says_so() -> None:
     sim = experiment.make_simulator(recipe("async_local_sgd", {**CRASH, "node": "a/server"}), None)
-    with pytest.raises(TrainingError, match=r"^deadlock .* a/server is lost, a/w0 waits for a model from a/server, b/w0 waits"):
+    with pytest.raises(
+        TrainingError,
+        match=r"^deadlock .* a/server is lost, a/w0 waits for a model from a/server, b/w0 waits",
+    ):
         sim.run()
 
 
 def test_workers_that_train_on_while_the_global_server_is_gone_are_stopped_and_told_why() -> None:
-    sim = experiment.make_simulator(recipe("halos", {**CRASH, "node": "a/global"}, run={"steps": 100}), None)
+    sim = experiment.make_simulator(
+        recipe("halos", {**CRASH, "node": "a/global"}, run={"steps": 100}), None
+    )
     with pytest.raises(
-        TrainingError, match=r"^the model to take home has not changed for [\d,]+ inner steps, and a/global is lost"
+        TrainingError,
+        match=r"^the model to take home has not changed for [\d,]+ inner steps, and a/global is "
+        r"lost",
     ):
         sim.run()
 
@@ -342,7 +432,9 @@ class OneHot(Quadratic):
         answer = super().gradient(worker, theta, due_s).value
         return Done(type(answer)(-self._job(1), 0.0))
 
-    def apply(self, worker: NodeId, theta: Tensor, gradient: Tensor, progress: int, due_s: float) -> Done:
+    def apply(
+        self, worker: NodeId, theta: Tensor, gradient: Tensor, progress: int, due_s: float
+    ) -> Done:
         return Done(Trained(theta - gradient, 1, ()))
 
     def evaluate(self, theta: Tensor, due_s: float) -> Done:
@@ -350,26 +442,58 @@ class OneHot(Quadratic):
 
 
 TROUBLE = RandomFaults(
-    until_s=200.0, mean_s=15.0, slow_per_hour=30, crashes_per_hour=150, losses_per_hour=30, delays_per_hour=30,
-    duplicates_per_hour=30, links_down_per_hour=30, partitions_per_hour=30,
-)  # fmt: skip
+    until_s=200.0,
+    mean_s=15.0,
+    slow_per_hour=30,
+    crashes_per_hour=150,
+    losses_per_hour=30,
+    delays_per_hour=30,
+    duplicates_per_hour=30,
+    links_down_per_hour=30,
+    partitions_per_hour=30,
+)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("method", ALL)
 def test_no_update_is_applied_twice(method: str, seed: int) -> None:
-    """Plain settings add up displacements: a coordinate says how often its job is in the model, a mean's share of 1."""
-    topology = Topology(regions={"a": [1.0, 0.7], "b": [0.9]}, local={"bandwidth_gbit_s": 0.8}, default={"bandwidth_gbit_s": 0.016})
+    """Plain settings add up displacements: a coordinate says how often its job is in the model, a
+    mean's share of 1.
+    """
+    topology = Topology(
+        regions={"a": [1.0, 0.7], "b": [0.9]},
+        local={"bandwidth_gbit_s": 0.8},
+        default={"bandwidth_gbit_s": 0.016},
+    )
     module, trainer = methods.load(method), OneHot()
-    actors = module.build(module.Config(**PLAIN[method]), World(topology.workers, trainer.numel, 0), torch.zeros(trainer.numel))
+    actors = module.build(
+        module.Config(**PLAIN[method]),
+        World(topology.workers, trainer.numel, 0),
+        torch.zeros(trainer.numel),
+    )
     nodes = [actor.me for actor in actors]
-    drawn = faults.draw(TROUBLE.model_copy(update={"seed": seed}), nodes, workers_of(topology), ("a", "b"))
+    drawn = faults.draw(
+        TROUBLE.model_copy(update={"seed": seed}), nodes, workers_of(topology), ("a", "b")
+    )
     schedule = Faults(tuple(drawn), tuple(nodes), ("a", "b"), save_every_s=10.0, deadline_s=5.0)
-    network, profile = Network(topology, np.random.default_rng(0)), Profile(model_bytes=1_000_000, step_time_s=1.0)
+    network, profile = (
+        Network(topology, np.random.default_rng(0)),
+        Profile(model_bytes=1_000_000, step_time_s=1.0),
+    )
     sim = Simulator(
-        actors, topology.workers, network, profile, trainer, Recorder(), Stop(seconds=300.0), evaluate_every=10**9,
-        tokens_per_step=1, parameters=trainer.numel, seed=0, faults=schedule,
-    )  # fmt: skip
+        actors,
+        topology.workers,
+        network,
+        profile,
+        trainer,
+        Recorder(),
+        Stop(seconds=300.0),
+        evaluate_every=10**9,
+        tokens_per_step=1,
+        parameters=trainer.numel,
+        seed=0,
+        faults=schedule,
+    )
     assert sim.run() == "seconds"
     steps = torch.tensor(trainer.steps + [0] * (trainer.numel - len(trainer.steps)))
     parts = sim.parts()
@@ -379,15 +503,21 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
         return
     [model] = parts
     assert int(steps[model != 0].sum()) == sim.absorbed
-    assert {round(1 / float(value), 3) for value in model[model != 0]} <= ({1.0} if "server" in str(nodes) else {1.0, 2.0, 3.0})
+    assert {round(1 / float(value), 3) for value in model[model != 0]} <= (
+        {1.0} if "server" in str(nodes) else {1.0, 2.0, 3.0}
+    )
 
 
 def test_inner_steps_of_a_worker_that_crashes_are_waited_for_and_thrown_away() -> None:
-    """A process may still be computing them, in memory that the worker needs again when it restarts."""
+    """A process may still be computing them, in memory that the worker needs again when it
+    restarts.
+    """
     log: list[str] = []
 
     class Lazy(NoTraining):
-        def train(self, worker: NodeId, theta: Tensor, steps: int, progress: int, due_s: float) -> Any:
+        def train(
+            self, worker: NodeId, theta: Tensor, steps: int, progress: int, due_s: float
+        ) -> Any:
             job = f"{worker} due {due_s:g}"
             log.append(f"give {job}")
 
@@ -398,7 +528,9 @@ def test_inner_steps_of_a_worker_that_crashes_are_waited_for_and_thrown_away() -
 
             return Promise()
 
-    sim = experiment.make_simulator(recipe("async_local_sgd", {**KINDS["restart"], "at_s": 3}, seconds=17.5), None)
+    sim = experiment.make_simulator(
+        recipe("async_local_sgd", {**KINDS["restart"], "at_s": 3}, seconds=17.5), None
+    )
     sim.trainer = Lazy()
     sim.run()
     of_b = [entry for entry in log if B in entry]
@@ -407,7 +539,9 @@ def test_inner_steps_of_a_worker_that_crashes_are_waited_for_and_thrown_away() -
 
 
 class Reader(NoTraining):
-    """Each worker reads its batches one after the other. `began` says who began where, and when it must be done."""
+    """Each worker reads its batches one after the other. `began` says who began where, and when it
+    must be done.
+    """
 
     def __init__(self) -> None:
         self.cursors: Counter[NodeId] = Counter()
@@ -431,7 +565,8 @@ class Reader(NoTraining):
         self.cursors, self.began = Counter(state[0]), state[1]
 
 
-# b has a model at 1 s, 7 s, 13 s, …; its four inner steps end at 5 s, 11 s, …. It crashes at 16 s and has a model again at 21 s.
+# b has a model at 1 s, 7 s, 13 s, …; its four inner steps end at 5 s, 11 s, …. It crashes at 16 s
+# and has a model again at 21 s.
 @pytest.mark.parametrize(
     ("save_every_s", "batch"),
     [
@@ -446,7 +581,11 @@ def test_a_worker_that_restarts_reads_on_from_its_save(
     save_every_s: float, batch: int, stop_s: float | None, tmp_path: Path
 ) -> None:
     """Also if the run is stopped before, and goes on from a checkpoint."""
-    section = {"schedule": [floats({**CRASH, "at_s": 16, "restart_after_s": 4})], "save_every_s": save_every_s, "deadline_s": 10.0}
+    section = {
+        "schedule": [floats({**CRASH, "at_s": 16, "restart_after_s": 4})],
+        "save_every_s": save_every_s,
+        "deadline_s": 10.0,
+    }
     given = recipe("async_local_sgd", seconds=26.5, faults=section)
 
     def made() -> Simulator:
@@ -477,9 +616,14 @@ def test_update_fails_if_the_engine_delivers_twice() -> None:
     sim = broken("async_local_sgd")
     push = sim.push
     sim.push = lambda time_s, event: [  # type: ignore[method-assign]
-        push(time_s, event) for _ in range(2 if isinstance(event, Deliver) and isinstance(event.message, Delta) else 1)
+        push(time_s, event)
+        for _ in range(2 if isinstance(event, Deliver) and isinstance(event.message, Delta) else 1)
     ]
-    with pytest.raises(Violation, match=r"^invariant update: Delta from a/w0 reaches a/server a second time, or was never sent$"):
+    with pytest.raises(
+        Violation,
+        match=r"^invariant update: Delta from a/w0 reaches a/server a second time, or was never "
+        r"sent$",
+    ):
         sim.run()
 
 
@@ -489,13 +633,18 @@ def test_update_fails_if_messages_overtake_each_other() -> None:
     first, second = Model(torch.empty(0), 0), Model(torch.empty(0), 1)
     for message in (first, second):
         sim.ledger.sends(sender, to, message)
-    with pytest.raises(Violation, match=r"^invariant update: Model from b/server0 reaches b/w0 before its turn$"):
+    with pytest.raises(
+        Violation, match=r"^invariant update: Model from b/server0 reaches b/w0 before its turn$"
+    ):
         sim.ledger.delivers(sender, to, second, 0.0)
 
 
 def test_tokens_fail_if_a_server_counts_an_update_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     count_twice(monkeypatch)
-    with pytest.raises(Violation, match=r"^invariant tokens: the model has absorbed 8 inner steps, and 4 have been taken$"):
+    with pytest.raises(
+        Violation,
+        match=r"^invariant tokens: the model has absorbed 8 inner steps, and 4 have been taken$",
+    ):
         broken("async_local_sgd").run()
 
 
@@ -513,7 +662,9 @@ def test_bytes_fail_if_what_a_crash_takes_is_not_counted() -> None:
     sim = broken("noloco", {**CRASH, "at_s": 11})
     sim.ledger.drops = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(
-        Violation, match=r"^invariant bytes: 8,000,000 are sent; 4,000,000 delivered, 0 lost and 0 in flight make 4"
+        Violation,
+        match=r"^invariant bytes: 8,000,000 are sent; 4,000,000 delivered, 0 lost and 0 in flight "
+        r"make 4",
     ):
         sim.run()
 
@@ -529,30 +680,42 @@ def test_clock_fails_if_an_event_lies_in_the_past() -> None:
 def test_progress_fails_if_an_actor_forgets_an_outer_step(monkeypatch: pytest.MonkeyPatch) -> None:
     upon = async_local_sgd.Server.upon
 
-    def forgetful(server: async_local_sgd.Server, message: Message, sender: NodeId, ctx: Any) -> None:
+    def forgetful(
+        server: async_local_sgd.Server, message: Message, sender: NodeId, ctx: Any
+    ) -> None:
         upon(server, message, sender, ctx)
         server.outer_steps = min(server.outer_steps, 2) if sender.region == "a" else 0
 
     monkeypatch.setattr(async_local_sgd.Server, "upon", forgetful)
-    with pytest.raises(Violation, match=r"^invariant progress: the outer steps of a/server fall from 1 to 0$"):
+    with pytest.raises(
+        Violation, match=r"^invariant progress: the outer steps of a/server fall from 1 to 0$"
+    ):
         broken("async_local_sgd").run()
 
 
 @pytest.mark.parametrize("seconds", [200.0, 20.0])
-def test_liveness_fails_if_a_worker_is_forgotten(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server does not answer one that comes back. Before that can be told from an honest wait, it is none."""
+def test_liveness_fails_if_a_worker_is_forgotten(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server does not answer one that comes back. Before that can be told from an honest wait,
+    it is none.
+    """
     upon = async_local_sgd.Server.upon
     monkeypatch.setattr(
         async_local_sgd.Server,
         "upon",
-        lambda server, message, sender, ctx: None if isinstance(message, Joined) else upon(server, message, sender, ctx),
+        lambda server, message, sender, ctx: (
+            None if isinstance(message, Joined) else upon(server, message, sender, ctx)
+        ),
     )
     sim = broken("async_local_sgd", KINDS["restart"], seconds=seconds)
     if seconds == 20.0:
         assert sim.run() == "seconds"
         return
     with pytest.raises(
-        Violation, match=r"^invariant liveness: b/w0 has begun no inner step for 170 s; at most 36 s can be explained$"
+        Violation,
+        match=r"^invariant liveness: b/w0 has begun no inner step for 170 s; at most 36 s can be "
+        r"explained$",
     ):
         sim.run()
 
@@ -567,15 +730,38 @@ def test_liveness_fails_in_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", ALL)
-def test_a_run_with_faults_goes_on_from_a_checkpoint_to_the_bit(method: str, tmp_path: Path) -> None:
-    schedule = [KINDS["restart"], KINDS["loss"], KINDS["partition"], {**KINDS["crash of the first"], "at_s": 33}]
+def test_a_run_with_faults_goes_on_from_a_checkpoint_to_the_bit(
+    method: str, tmp_path: Path
+) -> None:
+    schedule = [
+        KINDS["restart"],
+        KINDS["loss"],
+        KINDS["partition"],
+        {**KINDS["crash of the first"], "at_s": 33},
+    ]
     given = recipe(method, *schedule, seconds=80.0)
 
     def left(sim: Simulator) -> Any:
-        actors = [(actor.me, actor.absorbed, actor.outer_steps, actor.local_updates) for actor in sim.actors.values()]
+        actors = [
+            (actor.me, actor.absorbed, actor.outer_steps, actor.local_updates)
+            for actor in sim.actors.values()
+        ]
         heap = sorted((time_s, number, type(event).__name__) for time_s, number, event in sim.heap)
-        books = sim.ledger.trained, sim.ledger.delivered_bytes, sim.ledger.lost_bytes, sim.ledger.began_s
-        return sim.now, sim.events, heap, actors, sim.recorder.spans, books, sim.trouble.rng.bit_generator.state
+        books = (
+            sim.ledger.trained,
+            sim.ledger.delivered_bytes,
+            sim.ledger.lost_bytes,
+            sim.ledger.began_s,
+        )
+        return (
+            sim.now,
+            sim.events,
+            heap,
+            actors,
+            sim.recorder.spans,
+            books,
+            sim.trouble.rng.bit_generator.state,
+        )
 
     straight = experiment.make_simulator(given, None)
     straight.run()
@@ -595,7 +781,9 @@ def test_a_run_with_faults_goes_on_from_a_checkpoint_to_the_bit(method: str, tmp
 
 
 def test_work_in_windows() -> None:
-    """2 s at full speed, 4 s at half speed: two more; where windows overlap, a quarter; at rate 0 nothing moves."""
+    """2 s at full speed, 4 s at half speed: two more; where windows overlap, a quarter; at rate 0
+    nothing moves.
+    """
     assert end_s(0.0, 4.0, [Window(2.0, 6.0, 0.5)]) == 6.0
     assert end_s(0.0, 5.0, [Window(2.0, 6.0, 0.5)]) == 7.0
     assert end_s(3.0, 1.0, [Window(2.0, 8.0, 0.5), Window(3.0, 9.0, 0.5)]) == 7.0
@@ -611,7 +799,11 @@ def test_links_that_are_down_twice_at_once_are_down_once() -> None:
         LinkDown(between=("a", "b"), at_s=20.0, for_s=1.0),
     )
     made = Faults(schedule, (), ("a", "b", "c"))
-    assert made.down["a", "b"] == made.down["b", "a"] == [Window(1.0, 8.0, 0.0), Window(20.0, 21.0, 0.0)]
+    assert (
+        made.down["a", "b"]
+        == made.down["b", "a"]
+        == [Window(1.0, 8.0, 0.0), Window(20.0, 21.0, 0.0)]
+    )
     assert made.down["a", "c"] == [Window(3.0, 8.0, 0.0)]
     assert ("b", "c") not in made.down
 
@@ -632,11 +824,24 @@ def test_random_faults_come_at_their_rates_and_from_their_seed() -> None:
 @pytest.mark.parametrize("method", ALL)
 def test_a_recipe_may_leave_its_faults_to_chance(method: str) -> None:
     """The same seed, the same run; another one, another."""
-    rates = {f"{kind}_per_hour": 60.0 for kind in ("slow", "crashes", "losses", "delays", "duplicates", "links_down", "partitions")}
+    rates = {
+        f"{kind}_per_hour": 60.0
+        for kind in (
+            "slow",
+            "crashes",
+            "losses",
+            "delays",
+            "duplicates",
+            "links_down",
+            "partitions",
+        )
+    }
 
     def ran(seed: int) -> tuple[int, int, float]:
         drawn = {"seed": seed, "until_s": 150.0, "mean_s": 10.0, **rates}
-        sim = simulated(method, seconds=200.0, faults={"random": drawn, "deadline_s": 5.0, "save_every_s": 10.0})
+        sim = simulated(
+            method, seconds=200.0, faults={"random": drawn, "deadline_s": 5.0, "save_every_s": 10.0}
+        )
         assert sim.faults is not None
         assert {type(fault) for fault in sim.faults.faults} > {Crash, Slow}
         return sim.absorbed, sim.events, sim.recorder.sent_bytes
@@ -654,31 +859,64 @@ def test_a_recipe_with_faults_comes_back_from_its_yaml() -> None:
 @pytest.mark.parametrize(
     ("section", "text"),
     [
-        ({"schedules": []}, "faults.schedules: unknown key 'schedules' (did you mean 'schedule'?); allowed: schedule, random, "
-                            "save_every_s, deadline_s, retransmit_s"),
+        (
+            {"schedules": []},
+            "faults.schedules: unknown key 'schedules' (did you mean 'schedule'?); "
+            "allowed: schedule, random, "
+            "save_every_s, deadline_s, retransmit_s",
+        ),
         ("often", "faults = 'often': expected keys such as `schedule` or `random`"),
         ({"deadline_s": 0.0}, "faults.deadline_s = 0.0: should be greater than 0"),
-        ({"schedule": [{"kind": "crsh", "at_s": 1.0}]},
-         "faults.schedule.0.kind = 'crsh': allowed are slow, crash, leave, join, loss, duplicate, delay, link_down, partition "
-         "(did you mean 'crash'?)"),
+        (
+            {"schedule": [{"kind": "crsh", "at_s": 1.0}]},
+            "faults.schedule.0.kind = 'crsh': allowed are slow, crash, leave, join, loss, "
+            "duplicate, "
+            "delay, link_down, partition "
+            "(did you mean 'crash'?)",
+        ),
         ({"schedule": [{"at_s": 1.0}]}, "faults.schedule.0.kind: this key is required"),
-        ({"schedule": [{"kind": "crash", "node": "a/w0", "at_s": 1.0, "restart_afer_s": 1.0}]},
-         "faults.schedule.0.crash.restart_afer_s: unknown key 'restart_afer_s' (did you mean 'restart_after_s'?); allowed: kind, "
-         "node, at_s, restart_after_s"),
-        ({"schedule": [{"kind": "slow", "node": "a/w0", "at_s": 1.0, "factor": 2.0, "fors": 1.0}]},
-         "faults.schedule.0.slow.fors: unknown key 'fors' (did you mean 'for_s'?); allowed: kind, node, at_s, for_s, factor"),
-        ({"schedule": [{"kind": "crash", "node": "a/w7", "at_s": 1.0}]},
-         "faults.schedule.0.node = 'a/w7': allowed are a/server, a/w0, b/w0 (did you mean 'a/w0'?)"),
-        ({"schedule": [{"kind": "leave", "node": "a/server", "at_s": 1.0}]},
-         "faults.schedule.0.node = 'a/server': allowed are a/w0, b/w0"),
-        ({"schedule": [{"kind": "partition", "regions": ["c"], "at_s": 1.0, "for_s": 1.0}]},
-         "faults.schedule.0.regions = 'c': allowed are a, b"),
-        ({"schedule": [{"kind": "link_down", "between": ["a", "a"], "at_s": 1.0, "for_s": 1.0}]},
-         "faults.schedule.0.between = ['a', 'a']: give two regions; the links in one are never down"),
-        ({"schedule": [{"kind": "join", "node": node, "at_s": 1.0} for node in (A, B)]},
-         "faults.schedule: every worker joins later, so that nobody is there at the start; leave one out"),
+        (
+            {"schedule": [{"kind": "crash", "node": "a/w0", "at_s": 1.0, "restart_afer_s": 1.0}]},
+            "faults.schedule.0.crash.restart_afer_s: unknown key 'restart_afer_s' (did you mean "
+            "'restart_after_s'?); allowed: kind, "
+            "node, at_s, restart_after_s",
+        ),
+        (
+            {
+                "schedule": [
+                    {"kind": "slow", "node": "a/w0", "at_s": 1.0, "factor": 2.0, "fors": 1.0}
+                ]
+            },
+            "faults.schedule.0.slow.fors: unknown key 'fors' (did you mean 'for_s'?); allowed: "
+            "kind, "
+            "node, at_s, for_s, factor",
+        ),
+        (
+            {"schedule": [{"kind": "crash", "node": "a/w7", "at_s": 1.0}]},
+            "faults.schedule.0.node = 'a/w7': allowed are a/server, a/w0, b/w0 (did you mean "
+            "'a/w0'?)",
+        ),
+        (
+            {"schedule": [{"kind": "leave", "node": "a/server", "at_s": 1.0}]},
+            "faults.schedule.0.node = 'a/server': allowed are a/w0, b/w0",
+        ),
+        (
+            {"schedule": [{"kind": "partition", "regions": ["c"], "at_s": 1.0, "for_s": 1.0}]},
+            "faults.schedule.0.regions = 'c': allowed are a, b",
+        ),
+        (
+            {"schedule": [{"kind": "link_down", "between": ["a", "a"], "at_s": 1.0, "for_s": 1.0}]},
+            "faults.schedule.0.between = ['a', 'a']: give two regions; the links in one are never "
+            "down",
+        ),
+        (
+            {"schedule": [{"kind": "join", "node": node, "at_s": 1.0} for node in (A, B)]},
+            "faults.schedule: every worker joins later, so that nobody is there at the start; "
+            "leave "
+            "one out",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_schedule_that_cannot_be_is_refused(section: Any, text: str) -> None:
     with pytest.raises(UserError) as error:
         experiment.make_simulator(recipe("async_local_sgd", faults=section), None)
@@ -687,7 +925,9 @@ def test_a_schedule_that_cannot_be_is_refused(section: Any, text: str) -> None:
 
 def test_a_model_in_stages_has_no_faults_yet() -> None:
     with pytest.raises(
-        UserError, match=r"^faults: a model in stages \(pipeline.stages = 2\) cannot have any yet; give stages = 1$"
+        UserError,
+        match=r"^faults: a model in stages \(pipeline.stages = 2\) cannot have any yet; give "
+        r"stages = 1$",
     ):
         recipe("diloco", pipeline={"stages": 2})
 
@@ -713,7 +953,9 @@ def test_what_is_found_depends_on_the_seed_and_not_on_the_number_of_processes() 
     assert here != fuzz.fuzz(4, 1)
 
 
-def outcome(method: str, kinds: set[str], checks: dict[str, int], failure: fuzz.Failure | None = None) -> fuzz.Outcome:
+def outcome(
+    method: str, kinds: set[str], checks: dict[str, int], failure: fuzz.Failure | None = None
+) -> fuzz.Outcome:
     return fuzz.Outcome(method, frozenset(kinds), checks, failure)
 
 
@@ -727,22 +969,36 @@ def test_the_table_counts_schedules_checks_and_violations() -> None:
     lines = list(fuzz.report(outcomes))
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     assert lines[0] == "invariant tokens: too many\n  echo '{}' | archipel run /dev/stdin"
-    assert cells[1] == ["schedules with", "async_local_sgd", "diloco", "halos", "noloco", "sync_sgd", "all"]
+    assert cells[1] == [
+        "schedules with",
+        "async_local_sgd",
+        "diloco",
+        "halos",
+        "noloco",
+        "sync_sgd",
+        "all",
+    ]
     assert ["slow", "0", "0", "1", "0", "0", "1"] in cells
     assert ["crash", "0", "0", "2 (1 violated)", "0", "0", "2 (1 violated)"] in cells
     assert ["any", "0", "1", "2 (1 violated)", "0", "0", "3 (1 violated)"] in cells
     assert ["clock", "0", "20", "1,500", "0", "0", "1,520"] in cells
     assert ["tokens", "0", "0", "7 (1 violated)", "0", "0", "7 (1 violated)"] in cells
-    assert lines[-2].startswith("of 270 combinations of invariant, fault and method, never checked: update × slow")
+    assert lines[-2].startswith(
+        "of 270 combinations of invariant, fault and method, never checked: update × slow"
+    )
     assert lines[-2].endswith(" and 258 more")
     assert lines[-1] == "3 schedules, 1 violations"
 
 
 def test_the_table_says_when_all_was_checked() -> None:
     checks = dict.fromkeys(invariants.NAMES, 7)
-    outcomes = [outcome(name, set(fuzz.KINDS), {**checks, "bytes": 5 if name == "halos" else 9}) for name in ALL]
+    outcomes = [
+        outcome(name, set(fuzz.KINDS), {**checks, "bytes": 5 if name == "halos" else 9})
+        for name in ALL
+    ]
     assert fuzz.coverage(outcomes) == (
-        "all 270 combinations of invariant, fault and method were checked, each 5 times or more (bytes × slow × halos)"
+        "all 270 combinations of invariant, fault and method were checked, each 5 times or more "
+        "(bytes × slow × halos)"
     )
 
 
@@ -785,7 +1041,11 @@ def test_a_failure_is_shrunk_and_its_line_replays_it(
     assert "\n" not in small.recipe
 
     (tmp_path / "replay.yaml").write_text(small.recipe)
-    monkeypatch.setattr(sys, "argv", ["archipel", "run", str(tmp_path / "replay.yaml"), "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["archipel", "run", str(tmp_path / "replay.yaml"), "--out", str(tmp_path / "out")],
+    )
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 1
@@ -799,7 +1059,9 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     return stop.value.code
 
 
-def test_fuzz_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fuzz_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = ("fuzz", "--processes", "1", "--schedules")
     assert command(monkeypatch, *one, "3", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"schedules": 3, "violations": 0, "failures": []}
@@ -813,7 +1075,11 @@ def test_fuzz_on_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     answer = json.loads(capsys.readouterr().out)
     assert list(answer) == ["schedules", "violations", "failures"]
     assert list(answer["failures"][0]) == ["recipe", "invariant", "message"]
-    assert (answer["schedules"], answer["violations"], answer["failures"][0]["invariant"]) == (1, 1, "tokens")
+    assert (answer["schedules"], answer["violations"], answer["failures"][0]["invariant"]) == (
+        1,
+        1,
+        "tokens",
+    )
     assert command(monkeypatch, *one, "1") == 1
     printed = capsys.readouterr().out
     assert "archipel run /dev/stdin" in printed
@@ -828,5 +1094,10 @@ def test_invariants_are_checked_on_request(
     path = tmp_path / "recipe.yaml"
     path.write_text("method: async_local_sgd\ntask: none\nrun: {steps: 100}\n")
     assert command(monkeypatch, "run", str(path), "--out", str(tmp_path / "unchecked")) == 0
-    assert command(monkeypatch, "run", str(path), "--check-invariants", "--out", str(tmp_path / "checked")) == 1
+    assert (
+        command(
+            monkeypatch, "run", str(path), "--check-invariants", "--out", str(tmp_path / "checked")
+        )
+        == 1
+    )
     assert "archipel: invariant tokens:" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""`live/host.py` without Ray: hosts in threads of this process, against the simulator; and its mail, alone."""
+"""`live/host.py` without Ray: hosts in threads of this process, against the simulator; and its
+mail, alone.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from archipel import experiment, methods, outer
-from archipel.actor import Actor, Context, Joined, Message, NodeId, Reduced, Refused, Start, Trained, World
+from archipel.actor import (
+    Actor,
+    Context,
+    Joined,
+    Message,
+    NodeId,
+    Reduced,
+    Refused,
+    Start,
+    Trained,
+    World,
+)
 from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.all_reduce import CHUNK
@@ -37,7 +50,9 @@ A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
 # Mail
 
 
-def letter(number: int, sender: NodeId = A, epoch: int = 1, lives: tuple[int, int] = (0, 0)) -> Envelope:
+def letter(
+    number: int, sender: NodeId = A, epoch: int = 1, lives: tuple[int, int] = (0, 0)
+) -> Envelope:
     return Envelope(sender, epoch, lives, number, 0.0, Start, ())
 
 
@@ -71,7 +86,9 @@ def test_senders_do_not_wait_for_each_other() -> None:
 
 
 @given(st.data())
-def test_whatever_the_network_does_each_sender_is_heard_in_order_and_once(data: st.DataObject) -> None:
+def test_whatever_the_network_does_each_sender_is_heard_in_order_and_once(
+    data: st.DataObject,
+) -> None:
     sent = [letter(number, sender) for sender in (A, B, C) for number in range(5)]
     strangers = [letter(number, A, epoch=0) for number in range(5)]
     repeated = data.draw(st.lists(st.sampled_from(sent), max_size=10))
@@ -98,7 +115,9 @@ def test_an_envelope_holds_views_and_opens_to_the_message() -> None:
 
 @dataclass
 class Fleet:
-    """Hosts in this process, each in a thread; mail is pickled on its way, and `mangle` may do something to it."""
+    """Hosts in this process, each in a thread; mail is pickled on its way, and `mangle` may do
+    something to it.
+    """
 
     hosts: dict[NodeId, Host] = field(default_factory=dict)
     delivered: list[tuple[NodeId, Envelope]] = field(default_factory=list)
@@ -109,7 +128,13 @@ class Fleet:
         self.hosts[to].deliver(copy)
 
     def add(
-        self, actor: Actor, *, marks: tuple[int, ...] = (), task: TaskConfig | None = None, run: Run | None = None, **others: Any
+        self,
+        actor: Actor,
+        *,
+        marks: tuple[int, ...] = (),
+        task: TaskConfig | None = None,
+        run: Run | None = None,
+        **others: Any,
     ) -> None:
         setup = Setup(
             actor=pickle.dumps(actor),
@@ -123,7 +148,9 @@ class Fleet:
         self.hosts[actor.me] = Host(setup, self.post, Tensor.clone)
 
     def run(self, until: Any = None, timeout_s: float = 60.0) -> dict[NodeId, Record]:
-        """Run all hosts until those with marks have reached them (or `until` says so), then stop them."""
+        """Run all hosts until those with marks have reached them (or `until` says so), then stop
+        them.
+        """
         with ThreadPoolExecutor(len(self.hosts)) as threads:
             runs = {node: threads.submit(host.run) for node, host in self.hosts.items()}
             deadline = time.monotonic() + timeout_s
@@ -136,14 +163,18 @@ class Fleet:
             try:
                 return {node: run.result(timeout=10) for node, run in runs.items()}
             finally:
-                for host in self.hosts.values():  # the next test's weights are drawn from this process's random numbers too
+                for host in (
+                    self.hosts.values()
+                ):  # the next test's weights are drawn from this process's random numbers too
                     if host.setup.shard is not None:
                         host.thread.shutdown(wait=True, cancel_futures=True)
 
 
 def recipe(method: str, steps: int = 200, **sections: Any) -> Recipe:
     fields = methods.load(method).Config.model_fields
-    settings = {key: value for key, value in {"inner_steps": 5, "accumulate": 2}.items() if key in fields}
+    settings = {
+        key: value for key, value in {"inner_steps": 5, "accumulate": 2}.items() if key in fields
+    }
     return parse_recipe(
         {
             "method": {"name": method, **settings},
@@ -166,10 +197,22 @@ def fleet_of(chosen: Recipe, marks: list[dict[NodeId, int]]) -> tuple[Fleet, Rep
     fleet = Fleet()
     ranks = {worker.id: i for i, worker in enumerate(workers)}
     regions = list(chosen.topology.regions)
-    for actor in methods.load(chosen.method).build(chosen.config, world, replica.layout.read(replica.module)):
+    for actor in methods.load(chosen.method).build(
+        chosen.config, world, replica.layout.read(replica.module)
+    ):
         rank = ranks.get(actor.me)
-        shard = None if rank is None else Shard(rank, len(workers), regions.index(actor.me.region), len(regions), seed)
-        fleet.add(actor, marks=tuple(mark[actor.me] for mark in marks if actor.me in mark), task=chosen.task, run=run, shard=shard)
+        shard = (
+            None
+            if rank is None
+            else Shard(rank, len(workers), regions.index(actor.me.region), len(regions), seed)
+        )
+        fleet.add(
+            actor,
+            marks=tuple(mark[actor.me] for mark in marks if actor.me in mark),
+            task=chosen.task,
+            run=run,
+            shard=shard,
+        )
     return fleet, replica
 
 
@@ -187,8 +230,15 @@ def test_synchronous_methods_end_with_the_simulators_weights(method: str, tmp_pa
         assert pool is not None
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
     assert sum(host.snapshots[-1].absorbed for host in holders) == summary["inner_steps"]
-    losses = [replica.evaluate(outer.mean([host.snapshots[k].model for host in holders]))[0] for k in range(len(marks))]
-    lines = [line for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    losses = [
+        replica.evaluate(outer.mean([host.snapshots[k].model for host in holders]))[0]
+        for k in range(len(marks))
+    ]
+    lines = [
+        line
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        if '"eval"' in line
+    ]
     assert losses == [pytest.approx(json.loads(line)["loss"], rel=1e-6) for line in lines]
 
 
@@ -202,7 +252,9 @@ def test_every_method_comes_to_its_last_mark(method: str) -> None:
     fleet, ranks = Fleet(), {worker.id: i for i, worker in enumerate(workers)}
     for actor in methods.load(method).build(chosen.config, World(workers, 0, 0), torch.empty(0)):
         shard = Shard(ranks[actor.me], 4, 0, 1, 0) if actor.me in ranks else None
-        fleet.add(actor, marks=tuple(mark[actor.me] for mark in marks if actor.me in mark), shard=shard)
+        fleet.add(
+            actor, marks=tuple(mark[actor.me] for mark in marks if actor.me in mark), shard=shard
+        )
     records = fleet.run()
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
     assert sum(host.snapshots[-1].absorbed for host in holders) >= 200
@@ -283,7 +335,12 @@ def test_mail_that_comes_twice_or_from_another_run_is_not_handled() -> None:
     post = fleet.post
 
     def twice(to: NodeId, envelope: Envelope) -> None:
-        post(to, Envelope(envelope.sender, 0, (0, 0), envelope.number, 0.0, envelope.kind, envelope.contents))
+        post(
+            to,
+            Envelope(
+                envelope.sender, 0, (0, 0), envelope.number, 0.0, envelope.kind, envelope.contents
+            ),
+        )
         post(to, envelope)
         post(to, envelope)
 
@@ -322,7 +379,9 @@ def test_two_jobs_at_once_are_an_error() -> None:
     fleet = Fleet()
     fleet.add(Trainee(me=A, twice=True), marks=(4,), shard=SHARD, step_time_s=0.05)
     with pytest.raises(
-        TrainingError, match=r"^east/a asked to train while it is training: a method's worker has one job at a time$"
+        TrainingError,
+        match=r"^east/a asked to train while it is training: a method's worker has one job at a "
+        r"time$",
     ):
         fleet.run()
 
@@ -330,7 +389,9 @@ def test_two_jobs_at_once_are_an_error() -> None:
 def test_a_server_cannot_train() -> None:
     fleet = Fleet()
     fleet.add(Trainee(me=A), marks=(4,))
-    with pytest.raises(TrainingError, match=r"^east/a asked to train and is no worker of the topology$"):
+    with pytest.raises(
+        TrainingError, match=r"^east/a asked to train and is no worker of the topology$"
+    ):
         fleet.run()
 
 
@@ -343,14 +404,28 @@ def test_a_method_that_fails_is_named_with_its_place() -> None:
     fleet = Fleet()
     fleet.add(Trainee(me=A), marks=(4,), shard=SHARD)
     fleet.hosts[A].actor = Broken(me=A)  # a local class cannot be pickled
-    with pytest.raises(TrainingError, match=r"^east/a failed at .*test_host.py:\d+: KeyError: 'nothing here'$"):
+    with pytest.raises(
+        TrainingError, match=r"^east/a failed at .*test_host.py:\d+: KeyError: 'nothing here'$"
+    ):
         fleet.run()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:
-    chosen = recipe("diloco", task={"name": "synthetic", "width": 16, "valid_sequences": 8, "lr": 1e30, "gradient_clip": None})
+    chosen = recipe(
+        "diloco",
+        task={
+            "name": "synthetic",
+            "width": 16,
+            "valid_sequences": 8,
+            "lr": 1e30,
+            "gradient_clip": None,
+        },
+    )
     fleet, _ = fleet_of(chosen, [{NodeId("east", "w0"): 10**9}])
-    with pytest.raises(Diverged, match=r"^worker \w+/w\d: the training loss is (nan|inf) at its inner step \d+, after .* s$"):
+    with pytest.raises(
+        Diverged,
+        match=r"^worker \w+/w\d: the training loss is (nan|inf) at its inner step \d+, after .* s$",
+    ):
         fleet.run()
 
 
@@ -470,14 +545,26 @@ def test_a_bad_update_is_refused_and_its_sender_named() -> None:
     config = ScreeningConfig(warm_up=2, multiple=10)
     host = lone(Server(me=A, theta=torch.zeros(2)), [], screening=config, parameters=2)
     host.begin()
-    for number, (sender, value) in enumerate([(B, 1.0), (B, 1.0), (C, torch.nan), (B, 11.0), (B, 9.0)]):
+    for number, (sender, value) in enumerate(
+        [(B, 1.0), (B, 1.0), (C, torch.nan), (B, 11.0), (B, 9.0)]
+    ):
         numbers = {B: [0, 1, None, 2, 3], C: [None, None, 0]}[sender]
-        update = Envelope(sender, 1, (0, 0), numbers[number] or 0, 0.0, Delta, contents(Delta(torch.tensor([value, 0.0]), 1)))
+        update = Envelope(
+            sender,
+            1,
+            (0, 0),
+            numbers[number] or 0,
+            0.0,
+            Delta,
+            contents(Delta(torch.tensor([value, 0.0]), 1)),
+        )
         host.deliver(update)
         item = host.mailbox.get()
         assert item is not None
         if sender == C or value == 11.0:
-            with pytest.warns(UserWarning, match=rf"^an update of {sender} is refused after [\d.]+ s: its? "):
+            with pytest.warns(
+                UserWarning, match=rf"^an update of {sender} is refused after [\d.]+ s: its? "
+            ):
                 host.handle(item)
         else:
             host.handle(item)
@@ -503,8 +590,15 @@ def test_a_bad_contribution_is_not_in_the_mean_and_all_are_told() -> None:
     fleet = Fleet()
     for me in group:
         vector = torch.tensor([torch.nan, 1.0]) if me == B else torch.tensor([2.0, 4.0])
-        fleet.add(Reducer(me=me, group=group, vector=vector, rounds=1), marks=(1,), screening=ScreeningConfig(), parameters=2)
-        fleet.hosts[me].actor = Reducing(me=me, group=group, vector=vector, rounds=1)  # a local class cannot be pickled
+        fleet.add(
+            Reducer(me=me, group=group, vector=vector, rounds=1),
+            marks=(1,),
+            screening=ScreeningConfig(),
+            parameters=2,
+        )
+        fleet.hosts[me].actor = Reducing(
+            me=me, group=group, vector=vector, rounds=1
+        )  # a local class cannot be pickled
     records = fleet.run()
     for me in group:
         assert heard[me].mean.tolist() == [2.0, 4.0]
@@ -523,9 +617,19 @@ def trained(tmp_path: Path, **setup: Any) -> Host:
     run = Run(200, 1, 0)
     replica = Replica(make_task(chosen.task), run, torch.device("cpu"))
     world = World(chosen.topology.workers, replica.layout.parameters, 0)
-    [actor] = methods.load("noloco").build(chosen.config, world, replica.layout.read(replica.module))
+    [actor] = methods.load("noloco").build(
+        chosen.config, world, replica.layout.read(replica.module)
+    )
     saves = Saves(tmp_path / "east/w0", "the recipe")
-    fleet.add(actor, marks=(10,), task=chosen.task, run=run, shard=Shard(0, 1, 0, 1, 0), saves=saves, **setup)
+    fleet.add(
+        actor,
+        marks=(10,),
+        task=chosen.task,
+        run=run,
+        shard=Shard(0, 1, 0, 1, 0),
+        saves=saves,
+        **setup,
+    )
     host = fleet.hosts[actor.me]
     if not setup:
         fleet.run()
@@ -541,8 +645,14 @@ def test_a_host_goes_on_from_its_save(tmp_path: Path) -> None:
     assert isinstance(before.inner, Solo)
     assert isinstance(after.inner, Solo)
     assert torch.equal(after.actor.phi, before.actor.phi)  # type: ignore[attr-defined]
-    assert (after.actor.outer_steps, after.batch, after.events) == (before.actor.outer_steps, before.batch, before.events)
-    assert all(torch.equal(a, b) for a, b in zip(after.inner.state, before.inner.state, strict=True))
+    assert (after.actor.outer_steps, after.batch, after.events) == (
+        before.actor.outer_steps,
+        before.batch,
+        before.events,
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(after.inner.state, before.inner.state, strict=True)
+    )
     assert after.rng.random() == before.rng.random()
     assert after.recorder.trainings == before.recorder.trainings
     anew = trained(tmp_path, begins="reset", life=1)
@@ -578,11 +688,17 @@ def test_a_damaged_save_is_named_and_the_one_before_it_is_taken(tmp_path: Path) 
     newest.write_bytes(newest.read_bytes()[:-1])
     again = trained(tmp_path, begins="restart")
     [text] = again.load()
-    assert re.fullmatch(r"checkpoint refused: .*event-\d+/tensors.safetensors has [\d,]+ bytes and should have .*", text)
+    assert re.fullmatch(
+        r"checkpoint refused: .*event-\d+/tensors.safetensors has [\d,]+ bytes and should have .*",
+        text,
+    )
     assert again.events == first
     for path in tmp_path.glob("east/w0/*/manifest.json"):
         path.write_text("{}")
-    with pytest.raises(UserError, match=r"^no checkpoint to go on from in .*east/w0: .*manifest.json is not a manifest"):
+    with pytest.raises(
+        UserError,
+        match=r"^no checkpoint to go on from in .*east/w0: .*manifest.json is not a manifest",
+    ):
         trained(tmp_path, begins="restart").load()
 
 
@@ -594,17 +710,33 @@ def test_a_save_of_another_run_is_refused(tmp_path: Path) -> None:
         host.load()
 
 
-def test_who_has_no_save_begins_anew_but_for_a_server_of_a_whole_run_that_goes_on(tmp_path: Path) -> None:
-    assert trained(tmp_path, begins="resume").load() == ["east/w0 has no save to go on from, and begins anew"]
+def test_who_has_no_save_begins_anew_but_for_a_server_of_a_whole_run_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    assert trained(tmp_path, begins="resume").load() == [
+        "east/w0 has no save to go on from, and begins anew"
+    ]
     saves = Saves(tmp_path / "server", "the recipe")
-    assert lone(Listener(me=A), [], begins="restart", saves=saves).load() == ["east/a has no save to go on from, and begins anew"]
-    with pytest.raises(UserError, match=r"^no checkpoint to go on from in .*/server: there is none$"):
+    assert lone(Listener(me=A), [], begins="restart", saves=saves).load() == [
+        "east/a has no save to go on from, and begins anew"
+    ]
+    with pytest.raises(
+        UserError, match=r"^no checkpoint to go on from in .*/server: there is none$"
+    ):
         lone(Listener(me=A), [], begins="resume", saves=saves).load()
 
 
-def test_a_save_waits_until_inner_steps_have_ended_and_is_from_before_their_answer(tmp_path: Path) -> None:
+def test_a_save_waits_until_inner_steps_have_ended_and_is_from_before_their_answer(
+    tmp_path: Path,
+) -> None:
     fleet = Fleet()
-    fleet.add(Trainee(me=A, steps=5), marks=(5,), shard=SHARD, step_time_s=0.05, saves=Saves(tmp_path / "a", ""))
+    fleet.add(
+        Trainee(me=A, steps=5),
+        marks=(5,),
+        shard=SHARD,
+        step_time_s=0.05,
+        saves=Saves(tmp_path / "a", ""),
+    )
     host = fleet.hosts[A]
     with ThreadPoolExecutor(1) as threads:
         saving = None
@@ -625,5 +757,8 @@ def test_a_save_waits_until_inner_steps_have_ended_and_is_from_before_their_answ
 
 def test_a_save_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "east").write_text("a file where the folder should be")
-    with pytest.raises(TrainingError, match=r"event-\d+: this checkpoint cannot be written: .*; there is none before it$"):
+    with pytest.raises(
+        TrainingError,
+        match=r"event-\d+: this checkpoint cannot be written: .*; there is none before it$",
+    ):
         trained(tmp_path).save()

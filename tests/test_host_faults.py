@@ -1,6 +1,8 @@
-"""Hosts of which some are killed and started again, in one thread: whatever may happen next happens in a random order.
+"""Hosts of which some are killed and started again, in one thread: whatever may happen next happens
+in a random order.
 
-The other side of `test_faults.py`: there the simulator tells methods who is lost, here the live runtime's hosts do.
+The other side of `test_faults.py`: there the simulator tells methods who is lost, here the live
+runtime's hosts do.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from archipel.replica import Run
 from archipel.task import NoTask
 from archipel.topology import parse_topology
 
-TOPOLOGY = parse_topology({"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}})
+TOPOLOGY = parse_topology(
+    {"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}}
+)
 WORKERS = [worker.id for worker in TOPOLOGY.workers]
 
 
@@ -66,7 +70,9 @@ class Town:
 
     def kill(self, node: NodeId) -> None:
         del self.hosts[node], self.news[node]
-        for pair in [pair for pair in self.mail if pair[0] == node]:  # what is on its way to it may reach its next life
+        for pair in [
+            pair for pair in self.mail if pair[0] == node
+        ]:  # what is on its way to it may reach its next life
             del self.mail[pair]
         self.gone.append(node)
         self.losses += 1
@@ -77,7 +83,14 @@ class Town:
         life = self.lives[node] = self.lives.get(node, 0) + 1
         self.gone.remove(node)
         lives = {other: number for other, number in self.lives.items() if other != node}
-        self.start(node, begins="restart", life=life, lives=lives, gone=tuple(self.gone), losses=self.losses)
+        self.start(
+            node,
+            begins="restart",
+            life=life,
+            lives=lives,
+            gone=tuple(self.gone),
+            losses=self.losses,
+        )
         for other, news in self.news.items():
             if other != node:
                 news.append(News(node, life))
@@ -86,7 +99,9 @@ class Town:
     def happen(self) -> bool:
         """One of the things that can happen next, if there is any."""
         possible: list[tuple[str, Any]] = [
-            ("mail", pair) for pair, waiting in self.mail.items() if waiting and pair[1] in self.hosts
+            ("mail", pair)
+            for pair, waiting in self.mail.items()
+            if waiting and pair[1] in self.hosts
         ]
         for node, host in self.hosts.items():
             possible += [("job", node)] * bool(host.thread.jobs)  # type: ignore[attr-defined]
@@ -113,7 +128,9 @@ class Town:
 
     @property
     def absorbed(self) -> int:
-        return sum(host.actor.absorbed for host in self.hosts.values() if host.actor.model() is not None)
+        return sum(
+            host.actor.absorbed for host in self.hosts.values() if host.actor.model() is not None
+        )
 
     def until(self, holds: Callable[[], bool], at_most: int = 30_000) -> None:
         for _ in range(at_most):
@@ -127,7 +144,9 @@ class Town:
 def town_of(method: str, seed: int) -> Town:
     module = methods.load(method)
     known = module.Config.model_fields
-    config = module.Config(**{key: value for key, value in {"inner_steps": 2, "accumulate": 2}.items() if key in known})
+    config = module.Config(
+        **{key: value for key, value in {"inner_steps": 2, "accumulate": 2}.items() if key in known}
+    )
     town = Town(random.Random(seed))
     actors = module.build(config, World(TOPOLOGY.workers, 0, 0), torch.empty(0))
     for actor in actors:
@@ -159,7 +178,12 @@ def test_whoever_is_killed_and_started_again_all_go_on(method: str, seed: int) -
         town.revive(node)
     town.until(lambda: all(not news for news in town.news.values()))
     before, taken = town.absorbed, {node: town.hosts[node].batch for node in WORKERS}
-    town.until(lambda: town.absorbed > before + 100 and all(town.hosts[node].batch > taken[node] + 8 for node in WORKERS))
+    town.until(
+        lambda: (
+            town.absorbed > before + 100
+            and all(town.hosts[node].batch > taken[node] + 8 for node in WORKERS)
+        )
+    )
 
 
 @pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco", "async_local_sgd", "halos"])

@@ -1,4 +1,6 @@
-"""`latency.py` against references that know nothing of it: quadrature, loops over single workers, times prescribed one by one."""
+"""`latency.py` against references that know nothing of it: quadrature, loops over single workers,
+times prescribed one by one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NO_TIME = LogNormal(0, 0)
 
 
 class Prescribed(LogNormal):
-    """Message times in the order in which they are drawn, one list a draw; they need not be log-normal."""
+    """Message times in the order in which they are drawn, one list a draw; they need not be
+    log-normal.
+    """
 
     def __init__(self, *times: list[float]) -> None:
         super().__init__(1.0, 0.0)
@@ -35,7 +39,11 @@ class Prescribed(LogNormal):
 
 def close(found: np.ndarray, expected: np.ndarray | float) -> None:
     """Means agree within four standard errors of their difference."""
-    errors = [values.std(ddof=1) / math.sqrt(values.size) for values in (found, np.atleast_1d(expected)) if values.size > 1]
+    errors = [
+        values.std(ddof=1) / math.sqrt(values.size)
+        for values in (found, np.atleast_1d(expected))
+        if values.size > 1
+    ]
     assert abs(found.mean() - np.mean(expected)) < 4 * math.hypot(*errors)
 
 
@@ -49,7 +57,9 @@ def test_the_slower_of_two_against_quadrature(sigma: float) -> None:
     density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
     cumulative = np.array([(1 + math.erf(value / math.sqrt(2))) / 2 for value in z])
     integrand = 2 * 3.0 * np.exp(sigma * z - sigma**2 / 2) * density * cumulative
-    assert LogNormal(3.0, sigma).slower_of_two_s == pytest.approx(integrand.sum() * (z[1] - z[0]), rel=1e-9)
+    assert LogNormal(3.0, sigma).slower_of_two_s == pytest.approx(
+        integrand.sum() * (z[1] - z[0]), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
@@ -111,7 +121,9 @@ def test_all_reduces_against_loops(exchange: latency.Exchange, by_hand: object, 
     ready = [0.5 * i % 1.7 for i in range(n)]
     found = exchange(np.tile(ready, (5000, 1)), LogNormal(1.0, 0.7), np.random.default_rng(0))
     rng = random.Random(0)
-    expected = np.array([by_hand(ready, lambda: rng.lognormvariate(-(0.7**2) / 2, 0.7)) for _ in range(1500)])  # type: ignore[operator]
+    expected = np.array(
+        [by_hand(ready, lambda: rng.lognormvariate(-(0.7**2) / 2, 0.7)) for _ in range(1500)]
+    )  # type: ignore[operator]
     for i in range(n):
         close(found[:, i], expected[:, i])
     close(found.max(axis=1), expected.max(axis=1))
@@ -121,11 +133,15 @@ def test_tree_by_prescribed_times() -> None:
     """Three leaves: the third one's parent has one child. Up, level by level; then down."""
     message = Prescribed([1, 2, 3], [10, 20], [100, 200], [1000, 2000, 3000])
     # Parents at max(0 + 1, 5 + 2) = 7 and 0 + 3 = 3, root at max(17, 23) = 23, down to 123 and 223.
-    assert tree(np.array([[0.0, 5.0, 0.0]]), message, np.random.default_rng()).tolist() == [[1123, 2123, 3223]]
+    assert tree(np.array([[0.0, 5.0, 0.0]]), message, np.random.default_rng()).tolist() == [
+        [1123, 2123, 3223]
+    ]
 
 
 def test_ring_by_hand() -> None:
-    """Chunks of 1 s. Worker 0 has worker 1's first chunk at 2, worker 1 worker 0's at 1; the second ones arrive at 2 and 3."""
+    """Chunks of 1 s. Worker 0 has worker 1's first chunk at 2, worker 1 worker 0's at 1; the second
+    ones arrive at 2 and 3.
+    """
     found = ring(np.array([[0.0, 1.0]]), LogNormal(2.0, 0.0), np.random.default_rng())
     assert found.tolist() == [[2.0, 3.0]]
 
@@ -142,7 +158,9 @@ def test_pairs_are_random_and_complete() -> None:
     rng, ready = np.random.default_rng(0), np.arange(7.0)[None]
     partners = set()
     for _ in range(50):
-        found = pair(ready, NO_TIME, rng)[0]  # both members of a pair go on when the later one is ready
+        found = pair(ready, NO_TIME, rng)[
+            0
+        ]  # both members of a pair go on when the later one is ready
         assert sorted(np.unique(found, return_counts=True)[1]) == [1, 2, 2, 2]
         partners.add(tuple(found))
     assert len(partners) > 20
@@ -186,12 +204,16 @@ def test_the_sum_of_independent_steps_against_adding_them_up(m: int, cv: float) 
     close(found, 2.0 * m)
     for centred in (found - 2.0 * m, (added - 2.0 * m)):
         close(centred**2, m * (2.0 * cv) ** 2)
-    close(found.reshape(-1, 100).max(axis=1), added.reshape(-1, 100).max(axis=1))  # what a barrier of 100 waits for
+    close(
+        found.reshape(-1, 100).max(axis=1), added.reshape(-1, 100).max(axis=1)
+    )  # what a barrier of 100 waits for
     close(found.reshape(-1, 100).min(axis=1), added.reshape(-1, 100).min(axis=1))
 
 
 def test_two_workers_gain_nothing() -> None:
-    """Messages without time: a tree and a pair of two workers are the same barrier, for E max of two rounds."""
+    """Messages without time: a tree and a pair of two workers are the same barrier, for E max of
+    two rounds.
+    """
     job = Job(message=NO_TIME, nodes=2, inner_steps=10, steps=10, step_cv=0.5, varies="round")
     assert latency.saved(job) == 0
     expected = LogNormal(10.0, math.sqrt(math.log(1.25))).slower_of_two_s
@@ -204,15 +226,23 @@ def test_without_variation_the_time_saved_is_a_formula(n: int, m: int, r: float)
     assert latency.total_s(job, tree) == pytest.approx(2 * (m + 2 * r * math.log2(n)))
     assert latency.total_s(job, ring, draws=1) == pytest.approx(2 * (m + 2 * r * (n - 1) / n))
     assert latency.total_s(job, pair) == pytest.approx(2 * (m + 2 * r))
-    assert latency.saved(job) == pytest.approx((math.log2(n) - 1) * 2 * r / (m + 2 * r * math.log2(n)))
+    assert latency.saved(job) == pytest.approx(
+        (math.log2(n) - 1) * 2 * r / (m + 2 * r * math.log2(n))
+    )
 
 
 def test_waits_are_handed_on() -> None:
-    """Pairs lose more in a long run than in a single round; an all-reduce does not, without message times."""
+    """Pairs lose more in a long run than in a single round; an all-reduce does not, without message
+    times.
+    """
     job = Job(NO_TIME, nodes=256, step_cv=0.1, varies="round", steps=5000)
     once = replace(job, steps=job.inner_steps)
-    assert latency.total_s(job, pair, draws=2**16) / 50 > 1.02 * latency.total_s(once, pair, draws=2**16)
-    assert latency.total_s(job, tree, draws=2**16) / 50 == pytest.approx(latency.total_s(once, tree, draws=2**16), rel=0.01)
+    assert latency.total_s(job, pair, draws=2**16) / 50 > 1.02 * latency.total_s(
+        once, pair, draws=2**16
+    )
+    assert latency.total_s(job, tree, draws=2**16) / 50 == pytest.approx(
+        latency.total_s(once, tree, draws=2**16), rel=0.01
+    )
 
 
 def test_where_workers_keep_their_speed_pairs_end_up_at_the_pace_of_the_slowest() -> None:
@@ -236,8 +266,14 @@ def test_what_is_needed_against_the_formula() -> None:
 
 def test_a_seed_decides_everything() -> None:
     job = Job(nodes=8, steps=1000)
-    assert latency.saved(job, seed=1, draws=64) == latency.saved(job, seed=1, draws=64) != latency.saved(job, seed=2, draws=64)
-    assert latency.ratio(8, 0.5, 1, 64) == latency.ratio(8, 0.5, 1, 64) != latency.ratio(8, 0.5, 2, 64)
+    assert (
+        latency.saved(job, seed=1, draws=64)
+        == latency.saved(job, seed=1, draws=64)
+        != latency.saved(job, seed=2, draws=64)
+    )
+    assert (
+        latency.ratio(8, 0.5, 1, 64) == latency.ratio(8, 0.5, 1, 64) != latency.ratio(8, 0.5, 2, 64)
+    )
 
 
 def test_where_a_pair_is_ten_times_as_fast() -> None:
@@ -253,7 +289,10 @@ def test_claims_against_the_formula_without_variation() -> None:
     """(log₂ n − 1)·2r = 0.2·(m + 2r·log₂ n) at n = 1024 and m = 100: r = 10/7."""
     job = Job(LogNormal(3.0, 0.0), nodes=8, inner_steps=5, step_s=1.5, step_cv=0.0, steps=50)
     *ratios, share = latency.claims(job, draws=512)
-    assert [(row["published"], row["here"], row["with"]) for row in ratios] == [(10, 8, {"sigma": 0}), (10, 9, {"sigma": 0})]
+    assert [(row["published"], row["here"], row["with"]) for row in ratios] == [
+        (10, 8, {"sigma": 0}),
+        (10, 9, {"sigma": 0}),
+    ]
     assert share["here"] == pytest.approx(9 * 2 * 2 / (100 + 2 * 2 * 10))
     assert share["with"] == {"message_in_steps": 2, "step_cv": 0, "sigma": 0}
     assert share["given_by"]["message_in_steps"] == pytest.approx(10 / 7, rel=0.01)
@@ -268,7 +307,10 @@ def test_claims_against_the_formula_without_variation() -> None:
         (lambda: LogNormal(1.0, 4.0), "sigma is 4.0; expected a number from 0 to 3"),
         (lambda: Job(nodes=1), "1 workers; expected 2 to 65536"),
         (lambda: Job(inner_steps=0), "0 inner steps; expected 1 to 25000, the whole run"),
-        (lambda: Job(inner_steps=200, steps=100), "200 inner steps; expected 1 to 100, the whole run"),
+        (
+            lambda: Job(inner_steps=200, steps=100),
+            "200 inner steps; expected 1 to 100, the whole run",
+        ),
         (lambda: Job(step_s=0.0), "a step of 0.0 s; expected a positive number"),
         (lambda: Job(step_cv=-0.1), "the steps' cv is -0.1; expected a number from 0 to 3"),
     ],
@@ -290,11 +332,23 @@ def result() -> dict[str, object]:
 def test_the_study_is_json(result: dict[str, object]) -> None:
     again = json.loads(json.dumps(result, allow_nan=False))
     assert again["job"] == {
-        "message": {"mean_s": 1.0, "sigma": 0.5}, "nodes": 8, "inner_steps": 100, "step_s": 1.0, "step_cv": 0.1,
-        "varies": "step", "steps": 200, "seed": 0,
-    }  # fmt: skip
-    assert [(row["nodes"], row["sigma"]) for row in again["ratios"]] == [(n, s) for s in latency.SIGMAS for n in (2, 4)]
-    assert {row["inner_steps"] for row in again["saved"]} == {50, 100, 200}  # 400 is longer than the run
+        "message": {"mean_s": 1.0, "sigma": 0.5},
+        "nodes": 8,
+        "inner_steps": 100,
+        "step_s": 1.0,
+        "step_cv": 0.1,
+        "varies": "step",
+        "steps": 200,
+        "seed": 0,
+    }
+    assert [(row["nodes"], row["sigma"]) for row in again["ratios"]] == [
+        (n, s) for s in latency.SIGMAS for n in (2, 4)
+    ]
+    assert {row["inner_steps"] for row in again["saved"]} == {
+        50,
+        100,
+        200,
+    }  # 400 is longer than the run
     assert {row["nodes"] for row in again["saved"]} == {4, 8}
     assert len(again["needed"]) == len(latency.SIGMAS) + len(latency.VARIES)
     assert [row["published"] for row in again["claims"]] == [10, 10, 0.2]

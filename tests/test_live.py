@@ -1,4 +1,6 @@
-"""`live/`: the same recipes on Ray. One Ray session serves most of these tests; what it must not leave behind has its own."""
+"""`live/`: the same recipes on Ray. One Ray session serves most of these tests; what it must not
+leave behind has its own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from archipel.recipe import Recipe, parse_recipe
 live = pytest.importorskip("archipel.live.launch")
 cluster = pytest.importorskip("archipel.live.cluster")
 
-SETTINGS = {"inner_steps": 5, "accumulate": 2, "global_lr": 1.0, "local_lr": 1.6, "local_momentum": 0.0, "outer_momentum": 0.0}
+SETTINGS = {
+    "inner_steps": 5,
+    "accumulate": 2,
+    "global_lr": 1.0,
+    "local_lr": 1.6,
+    "local_momentum": 0.0,
+    "outer_momentum": 0.0,
+}
 PROFILE = {"name": "small", "model_bytes": 10_000, "step_time_s": 0.03}
 QUICK = {**PROFILE, "step_time_s": 0.002}
 TASK = {"name": "synthetic", "width": 16, "valid_sequences": 8}
@@ -41,7 +50,10 @@ def recipe(method: str, /, *, seed: int = 0, **sections: Any) -> Recipe:
     return parse_recipe(
         {
             "method": {"name": method, **settings},
-            "topology": {"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}},
+            "topology": {
+                "regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]},
+                "default": {"bandwidth_gbit_s": 1.0},
+            },
             "profile": PROFILE,
             "task": TASK,
             "run": {"steps": 200, "evaluations": 4, "seed": seed},
@@ -75,7 +87,9 @@ def processes(name: str) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                command = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
             except OSError:
                 continue
             if name in command:
@@ -89,7 +103,10 @@ def processes(name: str) -> set[int]:
 def test_a_rehearsal_says_what_each_holder_absorbs_until_each_mark() -> None:
     chosen = recipe("noloco", method={"name": "noloco", "inner_steps": 10})
     marks = live.rehearse(chosen, chosen.profile, 200)
-    east, west = [NodeId("east", f"w{i}") for i in range(2)], [NodeId("west", f"w{i}") for i in range(2)]
+    east, west = (
+        [NodeId("east", f"w{i}") for i in range(2)],
+        [NodeId("west", f"w{i}") for i in range(2)],
+    )
     assert marks[0] == dict.fromkeys([*east, *west], 0)
     assert sum(marks[-1].values()) >= 200 > sum(marks[-2].values())
     assert [sum(mark.values()) for mark in marks] == sorted(sum(mark.values()) for mark in marks)
@@ -131,7 +148,8 @@ def test_a_region_without_a_machine_is_named_with_the_command_that_would_start_o
     with pytest.raises(UserError) as error:
         cluster.place([SERVER, *W], W, [machine("1", "east"), machine("2")], 1.0, "10.0.0.1:6379")
     assert str(error.value) == (
-        "region 'west' has no machine for west/w0: no Ray node has the label region=west (labels found: 'east'); on a machine of "
+        "region 'west' has no machine for west/w0: no Ray node has the label region=west (labels "
+        "found: 'east'); on a machine of "
         "that region: ray start --address=10.0.0.1:6379 --labels=region=west"
     )
 
@@ -152,27 +170,40 @@ def test_gpus_take_as_many_workers_as_the_fraction_allows() -> None:
 
 
 @pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
-def test_synchronous_methods_take_home_the_simulators_weights(method: str, ray: None, pool: Pool, tmp_path: Path) -> None:
+def test_synchronous_methods_take_home_the_simulators_weights(
+    method: str, ray: None, pool: Pool, tmp_path: Path
+) -> None:
     chosen = recipe(method)
     summary = live.launch(chosen, tmp_path / "live")
     modelled = experiment.simulate(chosen, pool, tmp_path / "simulated")
     for key in ("inner_steps", "outer_steps", "tokens", "stopped", "settings", "workers"):
         assert summary[key] == modelled[key]
-    ours, theirs = (load_file(tmp_path / name / "weights.safetensors") for name in ("live", "simulated"))
+    ours, theirs = (
+        load_file(tmp_path / name / "weights.safetensors") for name in ("live", "simulated")
+    )
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
-    for here, there in zip(evaluations(tmp_path / "live"), evaluations(tmp_path / "simulated"), strict=True):
+    for here, there in zip(
+        evaluations(tmp_path / "live"), evaluations(tmp_path / "simulated"), strict=True
+    ):
         for key in ("inner_steps", "outer_steps"):
             assert here[key] == there[key]
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
-        assert here["replica_std"] == (there["replica_std"] and pytest.approx(there["replica_std"], rel=1e-4))
-    assert {path.name for path in (tmp_path / "live").iterdir()} == {path.name for path in (tmp_path / "simulated").iterdir()}
+        assert here["replica_std"] == (
+            there["replica_std"] and pytest.approx(there["replica_std"], rel=1e-4)
+        )
+    assert {path.name for path in (tmp_path / "live").iterdir()} == {
+        path.name for path in (tmp_path / "simulated").iterdir()
+    }
     assert summary["modelled"] == ""
     assert summary["real"].endswith("; the clock and the bytes, measured on 1 machine")
 
 
-STAGES: dict[str, Any] = {"task": {**TASK, "layers": 2, "width": 8}, "pipeline": {"stages": 2, "micro_batches": 2}}
+STAGES: dict[str, Any] = {
+    "task": {**TASK, "layers": 2, "width": 8},
+    "pipeline": {"stages": 2, "micro_batches": 2},
+}
 
 
 @pytest.mark.parametrize(
@@ -183,11 +214,19 @@ STAGES: dict[str, Any] = {"task": {**TASK, "layers": 2, "width": 8}, "pipeline":
         ("diloco", STAGES | {"topology": {"regions": {"east": [1.0] * 4}}}),
         (
             "noloco",
-            {"live": {"processes": 2}, "topology": {"regions": {"east": [1.0, 1.0]}}, "run": {"steps": 100}},
+            {
+                "live": {"processes": 2},
+                "topology": {"regions": {"east": [1.0, 1.0]}},
+                "run": {"steps": 100},
+            },
         ),
         (
             "sync_sgd",
-            {"live": {"processes": 2}, "topology": {"regions": {"east": [1.0, 1.0]}}, "run": {"steps": 20}},
+            {
+                "live": {"processes": 2},
+                "topology": {"regions": {"east": [1.0, 1.0]}},
+                "run": {"steps": 20},
+            },
         ),
     ],
 )
@@ -202,7 +241,9 @@ def test_replicas_of_several_processes_take_home_the_simulators_weights(
     for key in ("inner_steps", "outer_steps", "tokens", "settings"):
         assert summary[key] == modelled[key]
     assert summary["final_loss"] == pytest.approx(modelled["final_loss"], rel=1e-5)
-    ours, theirs = (load_file(tmp_path / name / "weights.safetensors") for name in ("live", "simulated"))
+    ours, theirs = (
+        load_file(tmp_path / name / "weights.safetensors") for name in ("live", "simulated")
+    )
     assert ours.keys() == theirs.keys()
     for name in ours:
         scale = float(theirs[name].abs().max())
@@ -215,34 +256,53 @@ def test_replicas_of_several_processes_take_home_the_simulators_weights(
 @pytest.mark.parametrize(
     ("sections", "text"),
     [
-        (STAGES | {"live": {"processes": 2}}, "live.processes = 2: a stage of a pipeline is one process"),
+        (
+            STAGES | {"live": {"processes": 2}},
+            "live.processes = 2: a stage of a pipeline is one process",
+        ),
         (STAGES | {"task": {**TASK, "layers": 2, "tied": True}}, "is also in stage 0; untie them"),
     ],
 )
-def test_pipelines_that_cannot_be_launched(sections: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_pipelines_that_cannot_be_launched(
+    sections: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as error:
         live.launch(recipe("noloco", **sections), tmp_path / "live")
     assert text in str(error.value)
 
 
 @pytest.mark.parametrize("method", ["async_local_sgd", "halos"])
-def test_asynchronous_methods_do_as_the_simulator_does(method: str, ray: None, pool: Pool, tmp_path: Path) -> None:
-    """As many updates within a tenth, and a final loss within three standard deviations of five of the simulator's seeds."""
+def test_asynchronous_methods_do_as_the_simulator_does(
+    method: str, ray: None, pool: Pool, tmp_path: Path
+) -> None:
+    """As many updates within a tenth, and a final loss within three standard deviations of five of
+    the simulator's seeds.
+    """
     summary = live.launch(recipe(method, live={"pace": "profile"}), tmp_path / "live")
-    modelled = [experiment.simulate(recipe(method, seed=seed), pool, tmp_path / str(seed)) for seed in range(5)]
+    modelled = [
+        experiment.simulate(recipe(method, seed=seed), pool, tmp_path / str(seed))
+        for seed in range(5)
+    ]
     for key in ("outer_steps", "local_updates"):
         if modelled[0][key]:
             assert summary[key] == pytest.approx(modelled[0][key], rel=0.1, abs=1)
     losses = [run["final_loss"] for run in modelled]
     assert abs(summary["final_loss"] - np.mean(losses)) < 3 * np.std(losses, ddof=1)
-    assert summary["modelled"].startswith("the pace: an inner step takes at least 30 ms ÷ its worker's speed")
+    assert summary["modelled"].startswith(
+        "the pace: an inner step takes at least 30 ms ÷ its worker's speed"
+    )
 
 
-def test_halos_with_a_fixed_pace_has_the_simulators_order_of_events(ray: None, tmp_path: Path) -> None:
+def test_halos_with_a_fixed_pace_has_the_simulators_order_of_events(
+    ray: None, tmp_path: Path
+) -> None:
     """Two servers of one worker each, whose steps end at moments that lie well apart."""
     chosen = recipe(
         "halos",
-        topology={"regions": {"east": [1.0], "west": [0.77]}, "default": {"bandwidth_gbit_s": 10.0}},
+        topology={
+            "regions": {"east": [1.0], "west": [0.77]},
+            "default": {"bandwidth_gbit_s": 10.0},
+        },
         profile={"name": "slow", "model_bytes": 1000, "step_time_s": 0.15},
         method={"name": "halos", "inner_steps": 2, "accumulate": 2, "dynamic_steps": False},
         task="none",
@@ -254,8 +314,16 @@ def test_halos_with_a_fixed_pace_has_the_simulators_order_of_events(ray: None, t
 
     def order(name: str) -> list[str]:
         events = json.loads((tmp_path / name / "trace.json").read_text())["traceEvents"]
-        nodes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-        ends = [(event["ts"] + event["dur"], nodes[event["tid"]]) for event in events if event["name"] == "compute"]
+        nodes = {
+            event["tid"]: event["args"]["name"]
+            for event in events
+            if event["name"] == "thread_name"
+        }
+        ends = [
+            (event["ts"] + event["dur"], nodes[event["tid"]])
+            for event in events
+            if event["name"] == "compute"
+        ]
         return [node for _, node in sorted(ends)]
 
     assert order("live")[:8] == order("simulated")[:8]
@@ -269,7 +337,10 @@ import torch
 from archipel import Task
 
 def make():
-    return Task(lambda: torch.nn.Linear(2, 1), loss, lambda shard, i: i, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    return Task(lambda: torch.nn.Linear(2, 1), loss, lambda shard, i: i, sgd)
 
 def loss(model, batch):
     if batch == 3:
@@ -280,14 +351,25 @@ def loss(model, batch):
 
 def test_a_task_that_fails_is_named_with_its_place(ray: None, tmp_path: Path) -> None:
     (tmp_path / "mytask.py").write_text(FAILING)
-    with pytest.raises(TrainingError, match=r"^worker \w+/w\d: the task failed at .*mytask.py:10: ValueError: no more data$"):
+    with pytest.raises(
+        TrainingError,
+        match=r"^worker \w+/w\d: the task failed at .*mytask.py:10: ValueError: no more data$",
+    ):
         live.launch(recipe("diloco", task=f"{tmp_path}/mytask.py:make"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_is_not_finite_names_the_worker(ray: None, tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match=r"^diloco: worker \w+/w\d: the training loss is \w+ at its inner step \d+, after"):
-        live.launch(recipe("diloco", task={**TASK, "lr": 1e30, "gradient_clip": None}, live={"max_restarts": 0}), tmp_path / "run")
+    with pytest.raises(
+        Diverged,
+        match=r"^diloco: worker \w+/w\d: the training loss is \w+ at its inner step \d+, after",
+    ):
+        live.launch(
+            recipe(
+                "diloco", task={**TASK, "lr": 1e30, "gradient_clip": None}, live={"max_restarts": 0}
+            ),
+            tmp_path / "run",
+        )
 
 
 STUCK = """
@@ -316,14 +398,21 @@ def build(config, world, theta):
 """
 
 
-def test_when_nothing_happens_any_more_it_says_who_waits_for_what(ray: None, tmp_path: Path) -> None:
+def test_when_nothing_happens_any_more_it_says_who_waits_for_what(
+    ray: None, tmp_path: Path
+) -> None:
     """A method of the user's, which comes to its end only where nothing is trained."""
     (tmp_path / "stuck.py").write_text(STUCK)
-    chosen = recipe(f"{tmp_path}/stuck.py", topology={"regions": {"a": [1.0], "b": [1.0]}}, live={"deadline_s": 2.0})
+    chosen = recipe(
+        f"{tmp_path}/stuck.py",
+        topology={"regions": {"a": [1.0], "b": [1.0]}},
+        live={"deadline_s": 2.0},
+    )
     with pytest.raises(TrainingError) as error:
         live.launch(chosen, tmp_path / "run")
     assert str(error.value) == (
-        "nothing has happened for 2 s (live.deadline_s): a/w0 waits for better times; b/w0 waits for better times"
+        "nothing has happened for 2 s (live.deadline_s): a/w0 waits for better times; b/w0 waits "
+        "for better times"
     )
 
 
@@ -333,15 +422,19 @@ def test_when_nothing_happens_any_more_it_says_who_waits_for_what(ray: None, tmp
     [
         (
             signal.SIGKILL,
-            r"^(east|west)/w\d in region '(east|west)' on [\d.]+ died; last words, at [\d.]+ s: .* events so far; Ray says: ",
+            r"^(east|west)/w\d in region '(east|west)' on [\d.]+ died; last words, at [\d.]+ s: .* "
+            r"events so far; Ray says: ",
         ),
         (
             signal.SIGSTOP,
-            r"^(east|west)/w\d in region '(east|west)' on [\d.]+ has not answered for \d s \(live.deadline_s = 3\); last words",
+            r"^(east|west)/w\d in region '(east|west)' on [\d.]+ has not answered for \d s "
+            r"\(live.deadline_s = 3\); last words",
         ),
     ],
 )
-def test_a_host_that_dies_or_falls_silent_is_named(sent: signal.Signals, said: str, ray: None, tmp_path: Path) -> None:
+def test_a_host_that_dies_or_falls_silent_is_named(
+    sent: signal.Signals, said: str, ray: None, tmp_path: Path
+) -> None:
     victims: list[int] = []
     before = processes("ray::RayHost")
 
@@ -368,7 +461,9 @@ def test_a_host_that_dies_or_falls_silent_is_named(sent: signal.Signals, said: s
 def test_hosts_that_are_killed_are_started_again_and_take_part(
     method: str, ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two are killed, whichever come first, servers or workers; Ctrl-C ends the run when both have been back for a while."""
+    """Two are killed, whichever come first, servers or workers; Ctrl-C ends the run when both have
+    been back for a while.
+    """
     killed, back = [], dict[NodeId, float]()
     before, let_run = processes("ray::RayHost"), live.Watch._let_run
 
@@ -388,9 +483,13 @@ def test_hosts_that_are_killed_are_started_again_and_take_part(
 
     back_at: list[int] = []
     monkeypatch.setattr(live.Watch, "_let_run", note)
-    chosen = recipe(method, run={"steps": 10**5}, live={"pace": "profile", "deadline_s": 60.0}, profile=QUICK)
+    chosen = recipe(
+        method, run={"steps": 10**5}, live={"pace": "profile", "deadline_s": 60.0}, profile=QUICK
+    )
     with (
-        pytest.warns(UserWarning, match=r"^\w+/\w+ in region '\w+' on [\d.]+ died; .*; it is started again") as caught,
+        pytest.warns(
+            UserWarning, match=r"^\w+/\w+ in region '\w+' on [\d.]+ died; .*; it is started again"
+        ) as caught,
         pytest.raises(KeyboardInterrupt),
     ):
         live.launch(chosen, tmp_path / "run", every=Every(seconds=1.0), progress=strike)
@@ -402,7 +501,9 @@ def test_hosts_that_are_killed_are_started_again_and_take_part(
     losses = [line["loss"] for line in lines if line["kind"] == "eval"]
     assert losses[-1] < losses[0]
     for worker in chosen.topology.workers:
-        assert max(line["time_s"] for line in lines if line.get("node") == str(worker.id)) > max(back.values())
+        assert max(line["time_s"] for line in lines if line.get("node") == str(worker.id)) > max(
+            back.values()
+        )
 
 
 BAD_BATCH = """
@@ -410,7 +511,10 @@ import torch
 from archipel import Task
 
 def make():
-    return Task(lambda: torch.nn.Linear(2, 1), loss, lambda shard, i: (shard.index, i), sgd, tokens_per_step=1)
+    def batches(shard, i):
+        return shard.index, i
+
+    return Task(lambda: torch.nn.Linear(2, 1), loss, batches, sgd, tokens_per_step=1)
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.001)
@@ -421,30 +525,48 @@ def loss(model, batch):
 """
 
 
-def test_a_worker_whose_loss_is_not_finite_is_started_again_and_named(ray: None, tmp_path: Path) -> None:
+def test_a_worker_whose_loss_is_not_finite_is_started_again_and_named(
+    ray: None, tmp_path: Path
+) -> None:
     """It goes on behind the bad batch, which it would else meet again and again."""
     (tmp_path / "once.py").write_text(BAD_BATCH)
     chosen = recipe(
-        "async_local_sgd", task=f"{tmp_path}/once.py:make", run={"steps": 3000}, live={"pace": "profile"}, profile=QUICK
+        "async_local_sgd",
+        task=f"{tmp_path}/once.py:make",
+        run={"steps": 3000},
+        live={"pace": "profile"},
+        profile=QUICK,
     )
     with pytest.warns(
-        UserWarning, match=r"^worker east/w1: the training loss is nan at its inner step 13, .*; it is started again"
+        UserWarning,
+        match=r"^worker east/w1: the training loss is nan at its inner step 13, .*; it is started "
+        r"again",
     ):
         summary = live.launch(chosen, tmp_path / "run")
     assert summary["restarts"] == {"east/w1": 1}
     assert summary["inner_steps"] >= 3000
-    strict = recipe("async_local_sgd", task=f"{tmp_path}/once.py:make", run={"steps": 3000, "strict": True})
-    with pytest.raises(Diverged, match=r"^async_local_sgd: worker east/w1: the training loss is nan at its inner step 13"):
+    strict = recipe(
+        "async_local_sgd", task=f"{tmp_path}/once.py:make", run={"steps": 3000, "strict": True}
+    )
+    with pytest.raises(
+        Diverged,
+        match=r"^async_local_sgd: worker east/w1: the training loss is nan at its inner step 13",
+    ):
         live.launch(strict, tmp_path / "strict")
     assert not (tmp_path / "strict").exists()
 
 
 def test_seconds_and_a_target_loss_end_a_run(ray: None, tmp_path: Path) -> None:
-    summary = live.launch(recipe("noloco", run={"steps": 10**5, "seconds": 2.0}), tmp_path / "seconds")
+    summary = live.launch(
+        recipe("noloco", run={"steps": 10**5, "seconds": 2.0}), tmp_path / "seconds"
+    )
     assert summary["stopped"] == "seconds"
     assert 2.0 <= summary["time_s"] < 3.0
     assert 0 < summary["inner_steps"] < 10**5
-    summary = live.launch(recipe("diloco", run={"steps": 10**5, "evaluations": 500, "target_loss": 4.0}), tmp_path / "target")
+    summary = live.launch(
+        recipe("diloco", run={"steps": 10**5, "evaluations": 500, "target_loss": 4.0}),
+        tmp_path / "target",
+    )
     assert summary["stopped"] == "target_loss"
     assert summary["final_loss"] <= 4.0
     assert summary["inner_steps"] < 10**5
@@ -472,22 +594,41 @@ def check_that_it_goes_on(run: Path, before: dict[str, Any]) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("end", ["Ctrl-C", "an error"])
 def test_nothing_of_ray_is_left_behind(end: str, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(recipe("diloco", run={"steps": 10**5, "seconds": 12.0}).to_yaml())
+    (tmp_path / "recipe.yaml").write_text(
+        recipe("diloco", run={"steps": 10**5, "seconds": 12.0}).to_yaml()
+    )
     wrong = {"Ctrl-C": [], "an error": ["--set", "task.lr=1e30", "--strict"]}[end]
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "archipel.cli", "launch", f"{tmp_path}/recipe.yaml", *wrong, "--out", str(out)]
-    # Ctrl-C reaches every process of a terminal: a session of its own, and the signal to all of its group.
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "archipel.cli",
+        "launch",
+        f"{tmp_path}/recipe.yaml",
+        *wrong,
+        "--out",
+        str(out),
+    ]
+    # Ctrl-C reaches every process of a terminal: a session of its own, and the signal to all of its
+    # group.
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stderr is not None
         if end == "Ctrl-C":
             next(line for line in process.stderr if "steps" in line)
-            assert processes(f"_{process.pid}/")  # of the session, whose name ends in the number of the process
+            assert processes(
+                f"_{process.pid}/"
+            )  # of the session, whose name ends in the number of the process
             os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read().strip().splitlines()[-1]
         code = process.wait(timeout=60)
     if end == "Ctrl-C":
         run = out / "diloco-seed0"
-        goes_on = f"`archipel resume {run}` goes on from here; `archipel report {run}` shows what happened until then"
+        goes_on = (
+            f"`archipel resume {run}` goes on from here; `archipel report {run}` shows what "
+            "happened until then"
+        )
         assert (code, said) == (130, f"archipel: interrupted; {goes_on}")
         summary = json.loads((run / "summary.json").read_text())
         assert summary["stopped"] == "interrupted"

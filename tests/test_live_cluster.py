@@ -1,4 +1,6 @@
-"""A live run over two Ray nodes with token and TLS, on this machine: who belongs where, and that strangers stay outside."""
+"""A live run over two Ray nodes with token and TLS, on this machine: who belongs where, and that
+strangers stay outside.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,12 @@ class Cluster:
     def address(self) -> str:
         return f"{self.ip}:{self.port}"
 
-    def start(self, *options: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """`ray start` with `options`; it stays in the foreground, so that ending it ends its node."""
+    def start(
+        self, *options: str, environment: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """`ray start` with `options`; it stays in the foreground, so that ending it ends its
+        node.
+        """
         command = [
             sys.executable,
             "-m",
@@ -59,14 +65,28 @@ class Cluster:
             "--block",
         ]
         log = (self.folder / f"node{len(self.nodes)}.log").open("wb")
-        node = subprocess.Popen(command, env=environment or self.environment, stdout=log, stderr=log, start_new_session=True)
+        node = subprocess.Popen(
+            command,
+            env=environment or self.environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         log.close()
         self.nodes.append(node)
         return node
 
-    def launch(self, *options: str, without: tuple[str, ...] = (), **changes: str) -> tuple[int, str]:
-        """Exit code and last line of `archipel launch` in this cluster's environment, or a changed one."""
-        environment = {key: value for key, value in {**self.environment, **changes}.items() if key not in without}
+    def launch(
+        self, *options: str, without: tuple[str, ...] = (), **changes: str
+    ) -> tuple[int, str]:
+        """Exit code and last line of `archipel launch` in this cluster's environment, or a changed
+        one.
+        """
+        environment = {
+            key: value
+            for key, value in {**self.environment, **changes}.items()
+            if key not in without
+        }
         (self.folder / "recipe.yaml").write_text(RECIPE)
         command = [
             sys.executable,
@@ -78,8 +98,14 @@ class Cluster:
             self.address,
             *options,
         ]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-        lines = [line for line in (ended.stderr if ended.returncode else ended.stdout).splitlines() if line.strip()]
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        lines = [
+            line
+            for line in (ended.stderr if ended.returncode else ended.stdout).splitlines()
+            if line.strip()
+        ]
         return ended.returncode, lines[-1]
 
 
@@ -101,15 +127,40 @@ def certificates(folder: Path, ip: str) -> None:
 
     (folder / "names").write_text(f"subjectAltName=IP:{ip},IP:127.0.0.1,DNS:localhost")
     new = ("-newkey", "rsa:2048", "-nodes")
-    openssl("req", "-x509", *new, "-days", "2", "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=archipel")
+    openssl(
+        "req",
+        "-x509",
+        *new,
+        "-days",
+        "2",
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.crt",
+        "-subj",
+        "/CN=archipel",
+    )
     openssl("req", *new, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=node")
-    signed = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+    signed = (
+        "-CA",
+        "ca.crt",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+        "-extfile",
+        "names",
+    )
     openssl("x509", "-req", "-in", "node.csr", *signed, "-out", "node.crt")
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    folder, ip = Path(tempfile.mkdtemp(prefix="archipel-")), own_ip()  # sockets' paths must be short
+    folder, ip = (
+        Path(tempfile.mkdtemp(prefix="archipel-")),
+        own_ip(),
+    )  # sockets' paths must be short
     certificates(folder, ip)
     (folder / "token").write_text(secrets.token_hex(32))
     with socket.socket() as probe:
@@ -127,7 +178,13 @@ def cluster() -> Iterator[Cluster]:
         "RAY_TLS_CA_CERT": str(folder / "ca.crt"),
     }
     cluster = Cluster(folder, environment, ip, port, [])
-    cluster.start("--head", f"--port={port}", "--include-dashboard=false", "--labels=region=east", f"--temp-dir={folder}/ray")
+    cluster.start(
+        "--head",
+        f"--port={port}",
+        "--include-dashboard=false",
+        "--labels=region=east",
+        f"--temp-dir={folder}/ray",
+    )
     try:
         yield cluster
     finally:
@@ -144,8 +201,10 @@ def test_two_nodes_act_two_regions(cluster: Cluster) -> None:
     code, said = cluster.launch("--out", str(out))
     assert (code, said) == (
         2,
-        "archipel: region 'west' has no machine for west/w0, west/w1: no Ray node has the label region=west (labels found: "
-        f"'east'); on a machine of that region: ray start --address={cluster.address} --labels=region=west",
+        "archipel: region 'west' has no machine for west/w0, west/w1: no Ray node has the label "
+        "region=west (labels found: "
+        f"'east'); on a machine of that region: ray start --address={cluster.address} "
+        "--labels=region=west",
     )
     cluster.start(f"--address={cluster.address}", "--labels=region=west")
     for _ in range(5):  # it takes a moment to join
@@ -160,16 +219,25 @@ def test_two_nodes_act_two_regions(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "f" * 64}], ids=["no token", "another token"]
+    "changes",
+    [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "f" * 64}],
+    ids=["no token", "another token"],
 )
 def test_a_stranger_cannot_join_as_a_driver(cluster: Cluster, changes: dict[str, str]) -> None:
-    code, said = cluster.launch("--out", str(cluster.folder / "stranger"), without=("RAY_AUTH_TOKEN_PATH",), **changes)
+    code, said = cluster.launch(
+        "--out", str(cluster.folder / "stranger"), without=("RAY_AUTH_TOKEN_PATH",), **changes
+    )
     assert code == 2
-    assert said.startswith(f"archipel: --address {cluster.address}: cannot join a Ray cluster there, with the RAY_AUTH_…")
+    assert said.startswith(
+        f"archipel: --address {cluster.address}: cannot join a Ray cluster there, with the "
+        "RAY_AUTH_…"
+    )
     assert not (cluster.folder / "stranger").exists()
 
 
 def test_a_stranger_cannot_join_as_a_node(cluster: Cluster) -> None:
     environment = {**cluster.environment, "RAY_AUTH_MODE": "disabled"}
-    node = cluster.start(f"--address={cluster.address}", "--labels=region=west", environment=environment)
+    node = cluster.start(
+        f"--address={cluster.address}", "--labels=region=west", environment=environment
+    )
     assert node.wait(timeout=120) != 0

@@ -23,21 +23,36 @@ from archipel.topology import Topology, load_topology
 from archipel.vector import Layout
 
 ALL = methods.names()
-ALLOWED_IMPORTS = {"archipel.actor", "archipel.vector", "archipel.outer", "archipel.parameter_server", "archipel.collective"}
+ALLOWED_IMPORTS = {
+    "archipel.actor",
+    "archipel.vector",
+    "archipel.outer",
+    "archipel.parameter_server",
+    "archipel.collective",
+}
 NEUTRAL: dict[str, dict[str, Any]] = {
     "sync_sgd": {},
     "diloco": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0},
     "async_local_sgd": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "buffer": 1},
     "noloco": {"inner_steps": 4, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
     "halos": {
-        "inner_steps": 4, "accumulate": 1, "merge_weight": 1.0, "local_lr": 1.0, "local_momentum": 0.0, "local_buffer": 1,
-        "global_lr": 1.0, "global_momentum": 0.0, "global_buffer": 1,
+        "inner_steps": 4,
+        "accumulate": 1,
+        "merge_weight": 1.0,
+        "local_lr": 1.0,
+        "local_momentum": 0.0,
+        "local_buffer": 1,
+        "global_lr": 1.0,
+        "global_momentum": 0.0,
+        "global_buffer": 1,
     },
-}  # fmt: skip
+}
 WORLDS = {
     "one worker": Topology(regions={"a": [1.0]}),
     "two workers": Topology(regions={"a": [1.0, 0.3]}),
-    "an odd world": Topology(regions={"a": [1.0, 0.5], "b": [0.7]}, default={"bandwidth_gbit_s": 1.0}),
+    "an odd world": Topology(
+        regions={"a": [1.0, 0.5], "b": [0.7]}, default={"bandwidth_gbit_s": 1.0}
+    ),
     "a region with one worker and one without": Topology(
         regions={"a": [1.0], "empty": [], "b": [0.2, 0.9, 0.9, 0.4]},
         default={"bandwidth_gbit_s": 0.1, "latency_ms": 30, "jitter": 0.5},
@@ -45,20 +60,27 @@ WORLDS = {
     "published": load_topology("halos-4x4"),
     "shared links": load_topology("uneven-2-6").model_copy(update={"sharing": "fair"}),
     "a tree": load_topology("two-regions").model_copy(update={"collective": "tree"}),
-}  # fmt: skip
+}
 
 
 def small(name: str) -> dict[str, Any]:
     """Settings with which a short run takes several outer steps."""
     fields = methods.load(name).Config.model_fields
-    return {key: value for key, value in {"inner_steps": 3, "accumulate": 2}.items() if key in fields}
+    return {
+        key: value for key, value in {"inner_steps": 3, "accumulate": 2}.items() if key in fields
+    }
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_it_imports_the_contract_and_nothing_else_of_the_house(name: str) -> None:
     tree = ast.parse(Path(inspect.getfile(methods.load(name))).read_text())
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     assert {module for module in imported if module.startswith("archipel")} <= ALLOWED_IMPORTS
 
 
@@ -78,8 +100,12 @@ def test_its_settings_are_described_frozen_and_strict(name: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", ALL)
 def test_it_trains_in_every_world(name: str, world: str) -> None:
-    """The loss of a quadratic falls; the plan is met; whom it talks to is whom it said; bytes are those of its messages."""
-    sim = simulator(name, Quadratic(lr=0.02), topology=WORLDS[world], settings=small(name), steps=600)
+    """The loss of a quadratic falls; the plan is met; whom it talks to is whom it said; bytes are
+    those of its messages.
+    """
+    sim = simulator(
+        name, Quadratic(lr=0.02), topology=WORLDS[world], settings=small(name), steps=600
+    )
     peers = {(actor.me, peer) for actor in sim.actors.values() for peer in actor.peers()}
     sent: list[tuple[NodeId, NodeId]] = []
     send = sim.send
@@ -108,14 +134,19 @@ def test_it_never_changes_a_vector_that_it_has_sent(name: str) -> None:
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(vectors: list[Any]) -> None:
-        kept.extend((vector, vector.clone()) for vector in vectors if isinstance(vector, torch.Tensor))
+        kept.extend(
+            (vector, vector.clone()) for vector in vectors if isinstance(vector, torch.Tensor)
+        )
 
     send, all_reduce = sim.send, sim.all_reduce
     sim.send = lambda sender, to, message: (  # type: ignore[method-assign]
         keep([getattr(message, field.name) for field in dataclasses.fields(message)]),
         send(sender, to, message),
     )[1]
-    sim.all_reduce = lambda me, group, vector, round: (keep([vector]), all_reduce(me, group, vector, round))[1]  # type: ignore[method-assign]
+    sim.all_reduce = lambda me, group, vector, round: (
+        keep([vector]),
+        all_reduce(me, group, vector, round),
+    )[1]  # type: ignore[method-assign]
     sim.run()
     assert kept
     assert all(torch.equal(vector, copy) for vector, copy in kept)
@@ -125,34 +156,57 @@ def test_it_never_changes_a_vector_that_it_has_sent(name: str) -> None:
 def test_one_seed_gives_one_run(name: str) -> None:
     def run() -> tuple[float, int, list[float], torch.Tensor]:
         sim = simulator(
-            name, Quadratic(), topology=WORLDS["a region with one worker and one without"], settings=small(name), steps=400
+            name,
+            Quadratic(),
+            topology=WORLDS["a region with one worker and one without"],
+            settings=small(name),
+            steps=400,
         )
         sim.run()
-        return sim.now, sim.recorder.messages, [evaluation.loss for evaluation in sim.recorder.evaluations], model_of(sim)
+        return (
+            sim.now,
+            sim.recorder.messages,
+            [evaluation.loss for evaluation in sim.recorder.evaluations],
+            model_of(sim),
+        )
 
     first, second = run(), run()
     assert first[:3] == second[:3]
     assert torch.equal(first[3], second[3])
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if "dynamic_steps" in methods.load(name).Config.model_fields])
+@pytest.mark.parametrize(
+    "name", [name for name in ALL if "dynamic_steps" in methods.load(name).Config.model_fields]
+)
 def test_dynamic_steps_follow_the_speeds(name: str) -> None:
     module = methods.load(name)
     topology = Topology(regions={"a": [0.2, 0.4, 0.05, 0.39]})
-    actors = module.build(module.Config(inner_steps=8, dynamic_steps=True), World(topology.workers, 4, 0), torch.zeros(4))
+    actors = module.build(
+        module.Config(inner_steps=8, dynamic_steps=True),
+        World(topology.workers, 4, 0),
+        torch.zeros(4),
+    )
     steps = {actor.me.name: actor.steps for actor in actors if actor.me.name.startswith("w")}
     assert steps == {"w0": 4, "w1": 8, "w2": 1, "w3": 8}
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_one_worker_with_neutral_settings_is_plain_training(name: str) -> None:
-    """An independent loop of PyTorch's own parts: the same initial weights and batches, AdamW, clipping, warm-up and cosine."""
+    """An independent loop of PyTorch's own parts: the same initial weights and batches, AdamW,
+    clipping, warm-up and cosine.
+    """
     task, steps = linear_task(), 40
     model = task.seeded_model(0)
     optimizer = task.optimizer(model)
     shard = Inline(task, Run(steps, 1, 0), [NodeId("r0", "w0")]).shard(0)
     for step in range(steps):
-        factor = (step + 1) / 4 if step < 3 else 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * (step - 4) / 36)) if step > 4 else 1.0
+        factor = (
+            (step + 1) / 4
+            if step < 3
+            else 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * (step - 4) / 36))
+            if step > 4
+            else 1.0
+        )
         for group in optimizer.param_groups:
             group["lr"] = 0.02 * factor
         optimizer.zero_grad()
@@ -194,7 +248,9 @@ def test_synchronous_sgd_on_four_workers_is_one_worker_on_the_joined_batch() -> 
 
 
 def test_diloco_takes_torchs_nesterov_step_on_the_mean_displacement() -> None:
-    """On a quadratic the inner steps are a closed form, so that the whole method is a few lines of torch.optim."""
+    """On a quadratic the inner steps are a closed form, so that the whole method is a few lines of
+    torch.optim.
+    """
     theta = torch.nn.Parameter(torch.arange(1.0, 9.0))
     optimizer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
     for _ in range(12):
@@ -218,7 +274,9 @@ def test_diloco_takes_torchs_nesterov_step_on_the_mean_displacement() -> None:
 
 def test_noloco_never_calls_a_collective_or_asks_for_a_gradient() -> None:
     trainer = Quadratic()
-    sim = simulator("noloco", trainer, topology="halos-4x4", settings={"inner_steps": 3}, steps=2000)
+    sim = simulator(
+        "noloco", trainer, topology="halos-4x4", settings={"inner_steps": 3}, steps=2000
+    )
     sim.all_reduce = lambda *_: pytest.fail("NoLoCo called all_reduce")  # type: ignore[method-assign]
     sim.run()
     assert set(trainer.calls) == {"train"}
@@ -228,7 +286,9 @@ def test_noloco_never_calls_a_collective_or_asks_for_a_gradient() -> None:
 def test_noloco_goes_down_and_with_the_printed_sign_it_would_go_up() -> None:
     losses = {}
     for sign in (1, -1):
-        sim = simulator("noloco", Quadratic(), topology="halos-4x4", settings={"inner_steps": 5}, steps=1000)
+        sim = simulator(
+            "noloco", Quadratic(), topology="halos-4x4", settings={"inner_steps": 5}, steps=1000
+        )
         if sign < 0:
             for actor in sim.actors.values():
                 actor.config = actor.config.model_copy(update={"beta": -0.7})
@@ -240,20 +300,33 @@ def test_noloco_goes_down_and_with_the_printed_sign_it_would_go_up() -> None:
 def test_two_noloco_workers_with_equal_seeds_and_data_stay_identical() -> None:
     task, topology = linear_task(), Topology(regions={"a": [1.0, 1.0]})
     trainer = Inline(task, Run(200, 2, 0), workers_of(topology), shards=[0, 0])
-    sim = simulator("noloco", trainer, topology=topology, settings={"inner_steps": 10}, steps=200, evaluate_every=50)
+    sim = simulator(
+        "noloco",
+        trainer,
+        topology=topology,
+        settings={"inner_steps": 10},
+        steps=200,
+        evaluate_every=50,
+    )
     sim.run()
     first, second = sim.parts()
     assert torch.equal(first, second)
     assert [evaluation.replica_std for evaluation in sim.recorder.evaluations] == [0.0] * 5
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 2), (2, 2), (5, 2), (16, 2), (7, 3), (8, 3), (4, 9)])
+@pytest.mark.parametrize(
+    ("count", "size"), [(1, 2), (2, 2), (5, 2), (16, 2), (7, 3), (8, 3), (4, 9)]
+)
 def test_groups_are_a_partition_that_every_worker_agrees_on(count: int, size: int) -> None:
     workers = tuple(NodeId("a", f"w{i}") for i in range(count))
     for step in range(20):
         groups = noloco.groups(workers, size, seed=3, outer_step=step)
         assert set(groups) == set(workers)
-        assert all(member in group and groups[other] == group for member, group in groups.items() for other in group)
+        assert all(
+            member in group and groups[other] == group
+            for member, group in groups.items()
+            for other in group
+        )
         sizes = sorted(len(group) for group in set(groups.values()))
         assert sum(size_ != size for size_ in sizes) <= 1  # only what is left over
         assert max(sizes) <= size
@@ -270,7 +343,13 @@ def test_every_pair_meets_equally_often() -> None:
 
 def test_a_noloco_worker_left_over_steps_alone() -> None:
     """With one worker the averaging has nobody to average with: φ ← φ + αδ + βΔ."""
-    sim = simulator("noloco", Quadratic(lr=0.1), settings={"inner_steps": 1, "gamma": 0.9}, theta=torch.ones(1), steps=3)
+    sim = simulator(
+        "noloco",
+        Quadratic(lr=0.1),
+        settings={"inner_steps": 1, "gamma": 0.9},
+        theta=torch.ones(1),
+        steps=3,
+    )
     sim.run()
     phi, velocity = 1.0, 0.0
     for _ in range(3):
@@ -287,12 +366,23 @@ def test_halos_servers_per_group_of_workers() -> None:
     sim = simulator("halos", Quadratic(), topology=topology, settings={"workers_per_server": 2})
     servers = [actor for actor in sim.actors.values() if actor.me.name.startswith("server")]
     assert [len(server.workers) for server in servers] == [2] * 8
-    assert [server.me.region for server in servers] == ["r0", "r1", "r1", "r1", "r2", "r3", "r3", "r3"]
+    assert [server.me.region for server in servers] == [
+        "r0",
+        "r1",
+        "r1",
+        "r1",
+        "r2",
+        "r3",
+        "r3",
+        "r3",
+    ]
     assert all(worker.region == server.me.region for server in servers for worker in server.workers)
 
 
 def test_halos_has_one_report_of_a_server_in_flight_at_a_time() -> None:
-    sim = simulator("halos", Quadratic(), topology="halos-4x4", settings={"accumulate": 4}, steps=5000)
+    sim = simulator(
+        "halos", Quadratic(), topology="halos-4x4", settings={"accumulate": 4}, steps=5000
+    )
     in_flight: dict[NodeId, int] = {}
     send = sim.send
 
@@ -310,10 +400,22 @@ def test_halos_has_one_report_of_a_server_in_flight_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("report_since", ["merge", "send"])
-def test_halos_reports_displacements_since_the_merge_or_since_the_last_report(report_since: str) -> None:
-    """Summed over a run, reports since the last report leave nothing out but what is still unreported; since the merge they do."""
-    settings = {**NEUTRAL["halos"], "merge_weight": 0.0, "accumulate": 2, "inner_steps": 1, "report_since": report_since}
-    topology = Topology(regions={"a": [1.0], "b": [1.0]}, links=[{"between": ["a", "b"], "bandwidth_gbit_s": 0.5}])
+def test_halos_reports_displacements_since_the_merge_or_since_the_last_report(
+    report_since: str,
+) -> None:
+    """Summed over a run, reports since the last report leave nothing out but what is still
+    unreported; since the merge they do.
+    """
+    settings = {
+        **NEUTRAL["halos"],
+        "merge_weight": 0.0,
+        "accumulate": 2,
+        "inner_steps": 1,
+        "report_since": report_since,
+    }
+    topology = Topology(
+        regions={"a": [1.0], "b": [1.0]}, links=[{"between": ["a", "b"], "bandwidth_gbit_s": 0.5}]
+    )
     sim = simulator("halos", Quadratic(), topology=topology, settings=settings, steps=200)
     reported = torch.zeros(8)
     send = sim.send
@@ -346,7 +448,9 @@ def test_a_halos_server_blends_the_arriving_model_into_its_own() -> None:
 
 
 def test_halos_tells_workers_the_progress_that_its_server_knows_of() -> None:
-    """With one worker and one server that is the worker's own count, also while a report is in flight."""
+    """With one worker and one server that is the worker's own count, also while a report is in
+    flight.
+    """
     told: list[int] = []
 
     class Listening(Quadratic):

@@ -1,4 +1,6 @@
-"""`network.py` against the published formulas, brute force, and shared links reckoned as a fluid."""
+"""`network.py` against the published formulas, brute force, and shared links reckoned as a
+fluid.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,14 @@ A, B = NodeId("a", "w0"), NodeId("b", "w0")
 # Messages
 
 
-@pytest.mark.parametrize(("a", "b", "gbit_s"), [("r0", "r1", 0.537), ("r1", "r0", 0.537), ("r3", "r1", 0.117), ("r2", "r2", 100)])
+@pytest.mark.parametrize(
+    ("a", "b", "gbit_s"),
+    [("r0", "r1", 0.537), ("r1", "r0", 0.537), ("r3", "r1", 0.117), ("r2", "r2", 100)],
+)
 def test_a_message_takes_its_bytes_over_the_bandwidth(a: str, b: str, gbit_s: float) -> None:
-    seconds = network(load_topology("halos-4x4")).message_s(NodeId(a, "w0"), NodeId(b, "server0"), MODEL_BYTES)
+    seconds = network(load_topology("halos-4x4")).message_s(
+        NodeId(a, "w0"), NodeId(b, "server0"), MODEL_BYTES
+    )
     assert seconds == MODEL_BYTES / (gbit_s * 1e9 / 8)
 
 
@@ -53,7 +60,9 @@ def test_an_empty_message_takes_the_latency() -> None:
 
 
 def test_jitter_is_log_normal_around_the_median_latency() -> None:
-    """ln(latency) is normal: mean ln(median), standard deviation σ; so the mean latency is median · exp(σ²/2)."""
+    """ln(latency) is normal: mean ln(median), standard deviation σ; so the mean latency is median ·
+    exp(σ²/2).
+    """
     net = pair(Link(bandwidth_gbit_s=1, latency_ms=50, jitter=0.5))
     drawn = np.array([net.latency_s(A, B) for _ in range(20_000)])
     assert np.log(drawn).mean() == pytest.approx(math.log(0.05), abs=0.02)
@@ -64,7 +73,9 @@ def test_jitter_is_log_normal_around_the_median_latency() -> None:
 def test_jitter_leaves_the_transfer_alone() -> None:
     link = Link(bandwidth_gbit_s=0.8, latency_ms=50, jitter=0.5)
     first, second = pair(link), pair(link)
-    assert [first.message_s(A, B, 1e8) for _ in range(5)] == [second.latency_s(A, B) + 1.0 for _ in range(5)]
+    assert [first.message_s(A, B, 1e8) for _ in range(5)] == [
+        second.latency_s(A, B) + 1.0 for _ in range(5)
+    ]
 
 
 def test_jitter_is_seeded() -> None:
@@ -99,16 +110,28 @@ def test_the_published_time_of_a_ring_all_reduce() -> None:
 def test_a_ring_of_one_region_has_local_links_only() -> None:
     topology = Topology(regions={"a": [1.0] * 4}, local=Link(bandwidth_gbit_s=8, latency_ms=2))
     cost = network(topology).all_reduce(group(topology), 4e9)
-    assert cost == Collective(seconds=pytest.approx(6 * (0.002 + 1.0)), messages=24, sent_bytes=24e9, slow_link_bytes=0)
+    assert cost == Collective(
+        seconds=pytest.approx(6 * (0.002 + 1.0)), messages=24, sent_bytes=24e9, slow_link_bytes=0
+    )
 
 
 def test_the_local_link_can_be_the_slowest_of_a_ring() -> None:
-    topology = Topology(regions={"a": [1.0] * 2, "b": [1.0]}, local=Link(bandwidth_gbit_s=1), default=Link(bandwidth_gbit_s=8))
-    assert network(topology).all_reduce(group(topology), 3e9).seconds == pytest.approx(4 * 1e9 * 8 / 1e9)
+    topology = Topology(
+        regions={"a": [1.0] * 2, "b": [1.0]},
+        local=Link(bandwidth_gbit_s=1),
+        default=Link(bandwidth_gbit_s=8),
+    )
+    assert network(topology).all_reduce(group(topology), 3e9).seconds == pytest.approx(
+        4 * 1e9 * 8 / 1e9
+    )
 
 
 def test_a_ring_without_company_in_any_region_never_uses_the_local_link() -> None:
-    topology = Topology(regions={"a": [1.0], "b": [1.0]}, local=Link(bandwidth_gbit_s=0.001), default=Link(bandwidth_gbit_s=8))
+    topology = Topology(
+        regions={"a": [1.0], "b": [1.0]},
+        local=Link(bandwidth_gbit_s=0.001),
+        default=Link(bandwidth_gbit_s=8),
+    )
     assert network(topology).all_reduce(group(topology), 2e9).seconds == pytest.approx(2 * 1.0)
 
 
@@ -122,12 +145,19 @@ def topologies(draw: st.DrawFn) -> Topology:
         gbit_s, latency_ms = draw(kinds)
         links.append(RegionLink(between=between, bandwidth_gbit_s=gbit_s, latency_ms=latency_ms))
     gbit_s, latency_ms = draw(kinds)
-    return Topology(regions=regions, links=links, local=Link(bandwidth_gbit_s=gbit_s, latency_ms=latency_ms))
+    return Topology(
+        regions=regions, links=links, local=Link(bandwidth_gbit_s=gbit_s, latency_ms=latency_ms)
+    )
 
 
 def ring_by_brute_force(topology: Topology, size_bytes: float) -> float:
-    """Seconds of the best of all rings of *workers* that keep a region's workers together: written without `network.py`."""
-    members = {region: [worker.id for worker in topology.workers if worker.id.region == region] for region in topology.regions}
+    """Seconds of the best of all rings of *workers* that keep a region's workers together: written
+    without `network.py`.
+    """
+    members = {
+        region: [worker.id for worker in topology.workers if worker.id.region == region]
+        for region in topology.regions
+    }
     best = math.inf
     for order in permutations(members):
         walk = [node for region in order for node in members[region]]
@@ -135,7 +165,10 @@ def ring_by_brute_force(topology: Topology, size_bytes: float) -> float:
         for a, b in pairwise([*walk, walk[0]]):
             link = topology.link(a.region, b.region)
             assert link is not None
-            step = max(step, link.latency_ms / 1000 + size_bytes / len(walk) / (link.bandwidth_gbit_s / 8 * 1e9))
+            step = max(
+                step,
+                link.latency_ms / 1000 + size_bytes / len(walk) / (link.bandwidth_gbit_s / 8 * 1e9),
+            )
         best = min(best, 2 * (len(walk) - 1) * step)
     return best
 
@@ -152,13 +185,22 @@ def test_a_ring_is_as_fast_as_the_best_of_all_orders(topology: Topology, size_by
 def test_the_order_of_the_group_does_not_matter_to_a_ring(topology: Topology, seed: int) -> None:
     nodes = group(topology)
     shuffled = tuple(nodes[i] for i in np.random.default_rng(seed).permutation(len(nodes)))
-    one, other = network(topology).all_reduce(nodes, 1e6), network(topology).all_reduce(shuffled, 1e6)
+    one, other = (
+        network(topology).all_reduce(nodes, 1e6),
+        network(topology).all_reduce(shuffled, 1e6),
+    )
     assert other.seconds == pytest.approx(one.seconds)
-    assert (other.messages, other.sent_bytes, other.slow_link_bytes) == (one.messages, one.sent_bytes, one.slow_link_bytes)
+    assert (other.messages, other.sent_bytes, other.slow_link_bytes) == (
+        one.messages,
+        one.sent_bytes,
+        one.slow_link_bytes,
+    )
 
 
 def test_the_best_ring_depends_on_the_size_of_what_is_sent() -> None:
-    """Five regions: the sides of the pentagon are quick, its diagonals wide, and either make a ring."""
+    """Five regions: the sides of the pentagon are quick, its diagonals wide, and either make a
+    ring.
+    """
     links = [
         RegionLink(between=(f"r{i}", f"r{j}"), bandwidth_gbit_s=0.08, latency_ms=1)
         if j - i in (1, 4)
@@ -173,7 +215,10 @@ def test_the_best_ring_depends_on_the_size_of_what_is_sent() -> None:
 def test_a_ring_of_many_regions_visits_each_one_once() -> None:
     rng = np.random.default_rng(0)
     names = [f"r{i}" for i in range(12)]
-    links = [RegionLink(between=between, bandwidth_gbit_s=rng.uniform(0.1, 1)) for between in combinations(names, 2)]
+    links = [
+        RegionLink(between=between, bandwidth_gbit_s=rng.uniform(0.1, 1))
+        for between in combinations(names, 2)
+    ]
     net = network(Topology(regions={name: [1.0] for name in names}, links=links))
     ring = net.ring(tuple(names), 1e6)
     assert sorted(a for a, _ in ring) == sorted(b for _, b in ring) == sorted(names)
@@ -192,7 +237,11 @@ def test_a_ring_counts_what_each_member_passes_on() -> None:
         for a, b in pairwise([*nodes, nodes[0]]):
             messages, sent, slow = messages + 1, sent + 1 / 16, slow + (a.region != b.region) / 16
     cost = network(topology).all_reduce(nodes, MODEL_BYTES)
-    assert (cost.messages, cost.sent_bytes, cost.slow_link_bytes) == (messages, sent * MODEL_BYTES, slow * MODEL_BYTES)
+    assert (cost.messages, cost.sent_bytes, cost.slow_link_bytes) == (
+        messages,
+        sent * MODEL_BYTES,
+        slow * MODEL_BYTES,
+    )
 
 
 def test_every_step_of_a_ring_waits_for_the_slowest_draw() -> None:
@@ -208,10 +257,18 @@ def test_every_step_of_a_ring_waits_for_the_slowest_draw() -> None:
 
 @pytest.mark.parametrize(("workers", "levels"), [(2, 1), (3, 2), (4, 2), (5, 3), (16, 4), (17, 5)])
 def test_a_tree_takes_two_whole_vectors_a_level(workers: int, levels: int) -> None:
-    topology = Topology(regions={"a": [1.0] * workers}, local=Link(bandwidth_gbit_s=8, latency_ms=100), collective="tree")
+    topology = Topology(
+        regions={"a": [1.0] * workers},
+        local=Link(bandwidth_gbit_s=8, latency_ms=100),
+        collective="tree",
+    )
     cost = network(topology).all_reduce(group(topology), 1e9)
     assert cost.seconds == pytest.approx(2 * levels * (0.1 + 1.0))
-    assert (cost.messages, cost.sent_bytes, cost.slow_link_bytes) == (2 * (workers - 1), 2 * (workers - 1) * 1e9, 0)
+    assert (cost.messages, cost.sent_bytes, cost.slow_link_bytes) == (
+        2 * (workers - 1),
+        2 * (workers - 1) * 1e9,
+        0,
+    )
 
 
 def test_a_tree_waits_for_the_slowest_link_between_regions() -> None:
@@ -223,14 +280,18 @@ def test_a_tree_waits_for_the_slowest_link_between_regions() -> None:
 
 def test_a_tree_waits_for_the_local_link_if_that_is_the_slowest() -> None:
     local, default = Link(bandwidth_gbit_s=0.8), Link(bandwidth_gbit_s=8)
-    topology = Topology(regions={"a": [1.0] * 2, "b": [1.0] * 2}, local=local, default=default, collective="tree")
+    topology = Topology(
+        regions={"a": [1.0] * 2, "b": [1.0] * 2}, local=local, default=default, collective="tree"
+    )
     assert network(topology).all_reduce(group(topology), 1e9).seconds == pytest.approx(4 * 10.0)
 
 
 @pytest.mark.parametrize("collective", ["ring", "tree"])
 def test_one_member_costs_nothing(collective: str) -> None:
     topology = load_topology("one-node").model_copy(update={"collective": collective})
-    assert network(topology).all_reduce(group(topology), MODEL_BYTES) == Collective(0.0, 0, 0.0, 0.0)
+    assert network(topology).all_reduce(group(topology), MODEL_BYTES) == Collective(
+        0.0, 0, 0.0, 0.0
+    )
 
 
 # Links that are shared fairly
@@ -255,10 +316,11 @@ def ends(arrivals: list[tuple[float, float]], bandwidth: float) -> list[float]:
 
 
 def ends_of_a_fluid(arrivals: list[tuple[float, float]], bandwidth: float) -> list[float]:
-    """The same from the definition: the n(t) transfers under way have each passed V(t) bytes, dV/dt = bandwidth / n(t).
+    """The same from the definition: the n(t) transfers under way have each passed V(t) bytes, dV/dt
+    = bandwidth / n(t).
 
-    A transfer that starts at s leaves when V has grown by its size since s. Between two starts or leavings V is a straight line;
-    which of them comes next is found by looking at all.
+    A transfer that starts at s leaves when V has grown by its size since s. Between two starts or
+    leavings V is a straight line; which of them comes next is found by looking at all.
     """
     tags: dict[int, float] = {}
     result, clock, passed, started = [math.nan] * len(arrivals), 0.0, 0.0, 0
@@ -277,7 +339,9 @@ def ends_of_a_fluid(arrivals: list[tuple[float, float]], bandwidth: float) -> li
     return result
 
 
-transfers = st.lists(st.tuples(st.floats(0, 20), st.floats(0.5, 60)), min_size=1, max_size=12).map(sorted)
+transfers = st.lists(st.tuples(st.floats(0, 20), st.floats(0.5, 60)), min_size=1, max_size=12).map(
+    sorted
+)
 
 
 @reproducible
@@ -289,7 +353,9 @@ def test_a_fair_link_is_a_fluid(arrivals: list[tuple[float, float]]) -> None:
 @reproducible
 @given(transfers)
 def test_a_fair_link_is_never_idle_while_bytes_wait(arrivals: list[tuple[float, float]]) -> None:
-    """The last transfer leaves when one that served them first come, first served would have finished too."""
+    """The last transfer leaves when one that served them first come, first served would have
+    finished too.
+    """
     free = 0.0
     for start, size_bytes in arrivals:
         free = max(free, start) + size_bytes / 10.0

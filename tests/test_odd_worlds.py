@@ -24,7 +24,11 @@ WORLDS = {
 
 def odd(method: str, regions: dict[str, list[float]], **settings: Any) -> Recipe:
     known = methods.load(method).Config.model_fields
-    small = {key: value for key, value in {"inner_steps": 3, "accumulate": 2, **settings}.items() if key in known}
+    small = {
+        key: value
+        for key, value in {"inner_steps": 3, "accumulate": 2, **settings}.items()
+        if key in known
+    }
     return parse_recipe(
         {
             "method": {"name": method, **small},
@@ -64,7 +68,9 @@ def test_a_group_larger_than_the_world(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", methods.names())
 @pytest.mark.parametrize("world", WORLDS)
 def test_more_servers_than_workers(method: str, world: str, tmp_path: Path) -> None:
-    """Of a local server for each worker and a global one; methods without servers do not know the setting."""
+    """Of a local server for each worker and a global one; methods without servers do not know the
+    setting.
+    """
     given = odd(method, WORLDS[world], workers_per_server=1)
     workers = {worker.id for worker in given.topology.workers}
     servers = set(experiment.make_simulator(given, None).actors) - workers
@@ -83,7 +89,8 @@ def test_more_updates_to_a_report_than_the_run_has(method: str, tmp_path: Path) 
     with pytest.raises(UserError) as error:
         run(given, tmp_path / "run")
     assert str(error.value) == (
-        "halos: the workers have taken 601 inner steps since the model to take home last changed, and the run is planned for 60: "
+        "halos: the workers have taken 601 inner steps since the model to take home last changed, "
+        "and the run is planned for 60: "
         "outer steps come too seldom; lower inner_steps or accumulate, or give it more steps"
     )
     assert not (tmp_path / "run").exists()
@@ -91,7 +98,9 @@ def test_more_updates_to_a_report_than_the_run_has(method: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("method", methods.names())
 def test_more_inner_steps_than_the_run_has(method: str, tmp_path: Path) -> None:
-    """It ends after the first outer step. Where steps are dynamic, the slow worker takes 150 in the time of 500."""
+    """It ends after the first outer step. Where steps are dynamic, the slow worker takes 150 in the
+    time of 500.
+    """
     summary = run(odd(method, WORLDS["two workers"], inner_steps=500), tmp_path / "run")
     whole = {"sync_sgd": 60, "diloco": 1000, "async_local_sgd": 650, "halos": 650, "noloco": 500}
     assert (summary["inner_steps"], summary["stopped"]) == (whole[method], "steps")

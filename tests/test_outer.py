@@ -38,7 +38,12 @@ def torch_sgd(theta: Tensor, gradients: list[Tensor], lr: float, momentum: float
 
 def test_mean_is_the_arithmetic_mean() -> None:
     stacked = vectors(5, 7, seed=0)
-    np.testing.assert_allclose(mean(stacked).numpy(), np.mean([v.double().numpy() for v in stacked], axis=0), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        mean(stacked).numpy(),
+        np.mean([v.double().numpy() for v in stacked], axis=0),
+        rtol=1e-6,
+        atol=1e-7,
+    )
 
 
 def test_mean_of_one_is_a_copy() -> None:
@@ -52,7 +57,9 @@ def test_mean_leaves_its_arguments_alone() -> None:
     given_vectors = vectors(3, 4, seed=1)
     before = [vector.clone() for vector in given_vectors]
     mean(given_vectors)
-    assert all(torch.equal(vector, kept) for vector, kept in zip(given_vectors, before, strict=True))
+    assert all(
+        torch.equal(vector, kept) for vector, kept in zip(given_vectors, before, strict=True)
+    )
 
 
 def test_mean_adds_in_the_order_given() -> None:
@@ -62,7 +69,9 @@ def test_mean_adds_in_the_order_given() -> None:
 
 
 def test_the_bits_of_a_mean_do_not_depend_on_who_computes_it() -> None:
-    """A node's own vector is an object of its own and lies elsewhere in memory; those of the others came as one piece."""
+    """A node's own vector is an object of its own and lies elsewhere in memory; those of the others
+    came as one piece.
+    """
     sent = torch.randn(3, 1001, generator=torch.Generator().manual_seed(2))
     results = []
     for me in range(3):
@@ -130,11 +139,18 @@ def numpy_delayed_nesterov(
     lr=st.floats(0.01, 3),
     seed=st.integers(0, 1000),
 )
-def test_delayed_nesterov_is_the_published_recursion(buffer: int, part: float, momentum: float, lr: float, seed: int) -> None:
+def test_delayed_nesterov_is_the_published_recursion(
+    buffer: int, part: float, momentum: float, lr: float, seed: int
+) -> None:
     theta, gradients = vectors(1, 5, seed)[0], vectors(25, 5, seed + 1)
     spread = part / buffer
     expected = numpy_delayed_nesterov(
-        theta.double().numpy(), [g.double().numpy() for g in gradients], lr=lr, beta=momentum, n=buffer, c=spread
+        theta.double().numpy(),
+        [g.double().numpy() for g in gradients],
+        lr=lr,
+        beta=momentum,
+        n=buffer,
+        c=spread,
     )
     rule = delayed_nesterov(lr, momentum, buffer, parameters=5, spread=spread)
     for gradient, after in zip(gradients, expected, strict=True):
@@ -143,9 +159,14 @@ def test_delayed_nesterov_is_the_published_recursion(buffer: int, part: float, m
 
 
 def test_over_a_buffer_delayed_nesterov_moves_by_the_mean_gradient_and_the_momentum() -> None:
-    """N equal gradients and c = 0: θ moves by lr·(g + β·m), as one Nesterov step with their mean."""
+    """N equal gradients and c = 0: θ moves by lr·(g + β·m), as one Nesterov step with their
+    mean.
+    """
     delayed, plain = torch.zeros(3), torch.zeros(3)
-    rule, reference = delayed_nesterov(0.5, 0.9, buffer=4, parameters=3), nesterov(0.5, 0.9, parameters=3)
+    rule, reference = (
+        delayed_nesterov(0.5, 0.9, buffer=4, parameters=3),
+        nesterov(0.5, 0.9, parameters=3),
+    )
     for gradient in vectors(5, 3, seed=7):
         for _ in range(4):
             rule.step(delayed, gradient)
@@ -195,10 +216,16 @@ def test_gossip_averages_buffers_over_the_group() -> None:
     phis, gradients = vectors(3, 4 + BUFFERS, seed=10), vectors(3, 4 + BUFFERS, seed=11)
     phi, velocity = phis[0].clone(), vectors(1, 4, seed=12)[0]
     gossip(phi, velocity, gradients, phis, alpha=0.5, beta=0.7, gamma=0.7)
-    np.testing.assert_allclose(phi[4:].numpy(), np.mean([g[4:].numpy() for g in gradients], axis=0), rtol=1e-6)
+    np.testing.assert_allclose(
+        phi[4:].numpy(), np.mean([g[4:].numpy() for g in gradients], axis=0), rtol=1e-6
+    )
 
 
-@pytest.mark.parametrize("rule", [nesterov(0.5, 0.9, 3), delayed_nesterov(0.5, 0.9, 2, 3)], ids=["nesterov", "delayed_nesterov"])
+@pytest.mark.parametrize(
+    "rule",
+    [nesterov(0.5, 0.9, 3), delayed_nesterov(0.5, 0.9, 2, 3)],
+    ids=["nesterov", "delayed_nesterov"],
+)
 def test_a_step_leaves_the_gradient_alone(rule: Nesterov | DelayedNesterov) -> None:
     gradient = torch.arange(5.0)
     for _ in range(3):
@@ -210,11 +237,24 @@ def test_a_step_leaves_the_gradient_alone(rule: Nesterov | DelayedNesterov) -> N
 
 
 def numpy_gossip(
-    i: int, phis: np.ndarray, thetas: np.ndarray, delta: np.ndarray, *, alpha: float, beta: float, gamma: float
+    i: int,
+    phis: np.ndarray,
+    thetas: np.ndarray,
+    delta: np.ndarray,
+    *,
+    alpha: float,
+    beta: float,
+    gamma: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(φ_i, δ_i) after a step; every symbol as in the paper, Δ = θ − φ, with the sign of the authors' code."""
+    """(φ_i, δ_i) after a step; every symbol as in the paper, Δ = θ − φ, with the sign of the
+    authors' code.
+    """
     n = len(phis)
-    new_delta = alpha * delta + beta / n * sum(thetas[j] - phis[j] for j in range(n)) - gamma * (phis[i] - sum(phis) / n)
+    new_delta = (
+        alpha * delta
+        + beta / n * sum(thetas[j] - phis[j] for j in range(n))
+        - gamma * (phis[i] - sum(phis) / n)
+    )
     return phis[i] + new_delta, new_delta
 
 
@@ -226,7 +266,9 @@ def numpy_gossip(
     gamma=st.floats(0, 1.5),
     seed=st.integers(0, 1000),
 )
-def test_gossip_is_the_published_equation(n: int, alpha: float, beta: float, gamma: float, seed: int) -> None:
+def test_gossip_is_the_published_equation(
+    n: int, alpha: float, beta: float, gamma: float, seed: int
+) -> None:
     phis = vectors(n, 5, seed)
     thetas = [phi + 0.1 * step for phi, step in zip(phis, vectors(n, 5, seed + 1), strict=True)]
     velocities = vectors(n, 5, seed + 2)
@@ -245,7 +287,9 @@ def test_gossip_is_the_published_equation(n: int, alpha: float, beta: float, gam
 
 def test_a_group_of_one_steps_alone() -> None:
     phi, velocity = torch.tensor([2.0]), torch.tensor([1.0])
-    gossip(phi, velocity, [torch.tensor([0.5])], [torch.tensor([2.0])], alpha=0.5, beta=0.75, gamma=0.7)
+    gossip(
+        phi, velocity, [torch.tensor([0.5])], [torch.tensor([2.0])], alpha=0.5, beta=0.75, gamma=0.7
+    )
     assert velocity.item() == 0.5 * 1.0 - 0.75 * 0.5
     assert phi.item() == 2.0 + velocity.item()
 
@@ -253,13 +297,23 @@ def test_a_group_of_one_steps_alone() -> None:
 def test_gossip_may_be_given_my_own_weights_as_one_of_the_group() -> None:
     phis = vectors(2, 5, seed=13)
     expected, gradients = phis[0].clone(), vectors(2, 5, seed=14)
-    gossip(expected, torch.zeros(5), gradients, [phis[0].clone(), phis[1]], alpha=0.5, beta=0.7, gamma=0.7)
+    gossip(
+        expected,
+        torch.zeros(5),
+        gradients,
+        [phis[0].clone(), phis[1]],
+        alpha=0.5,
+        beta=0.7,
+        gamma=0.7,
+    )
     gossip(phis[0], torch.zeros(5), gradients, phis, alpha=0.5, beta=0.7, gamma=0.7)
     assert torch.equal(phis[0], expected)
 
 
 def quadratic_after(outer_steps: int, beta: float) -> float:
-    """φ²/2 of a pair on the loss θ²/2, from φ = 1 and φ = 0.5, three steps of gradient descent before each outer step."""
+    """φ²/2 of a pair on the loss θ²/2, from φ = 1 and φ = 0.5, three steps of gradient descent
+    before each outer step.
+    """
     phis, velocities = [torch.tensor([1.0]), torch.tensor([0.5])], [torch.zeros(1), torch.zeros(1)]
     for _ in range(outer_steps):
         gradients = [phi - phi * (1 - 0.1) ** 3 for phi in phis]
@@ -283,7 +337,9 @@ def test_equal_replicas_stay_equal_to_the_bit() -> None:
     for gradient in vectors(10, 1001, seed=16):
         before = [phi.clone() for phi in phis]
         for phi, velocity in zip(phis, velocities, strict=True):
-            gossip(phi, velocity, [gradient, gradient.clone()], before, alpha=0.5, beta=0.7, gamma=0.7)
+            gossip(
+                phi, velocity, [gradient, gradient.clone()], before, alpha=0.5, beta=0.7, gamma=0.7
+            )
     assert torch.equal(phis[0], phis[1])
     assert torch.equal(velocities[0], velocities[1])
 

@@ -1,4 +1,6 @@
-"""`pipeline.py`: cutting a model, routes, the schedule, and gradients along routes against ones written out by hand."""
+"""`pipeline.py`: cutting a model, routes, the schedule, and gradients along routes against ones
+written out by hand.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,17 @@ from archipel.data import Shard, shards_of
 from archipel.errors import UserError
 from archipel.metrics import Recorder
 from archipel.network import Network
-from archipel.pipeline import Pipeline, Routing, Stages, cut, join, micro, norm_end_s, split, step_end_s
+from archipel.pipeline import (
+    Pipeline,
+    Routing,
+    Stages,
+    cut,
+    join,
+    micro,
+    norm_end_s,
+    split,
+    step_end_s,
+)
 from archipel.pool import NoTraining
 from archipel.recipe import Recipe, parse_recipe
 from archipel.replica import Replica, Run
@@ -34,8 +46,12 @@ from archipel.vector import Layout
 CPU = torch.device("cpu")
 
 
-def pipe(stages: int, replicas: int, micro_batches: int = 4, routing: Routing = "random") -> Pipeline:
-    return Pipeline.of([NodeId("a", f"w{i}") for i in range(stages * replicas)], stages, micro_batches, routing)
+def pipe(
+    stages: int, replicas: int, micro_batches: int = 4, routing: Routing = "random"
+) -> Pipeline:
+    return Pipeline.of(
+        [NodeId("a", f"w{i}") for i in range(stages * replicas)], stages, micro_batches, routing
+    )
 
 
 # Cutting
@@ -60,7 +76,9 @@ def test_the_largest_stage_is_as_small_as_it_can_be(sizes: list[int], stages: in
     parts = cut(blocks(*sizes), stages)
     assert len(parts) == stages
     assert max(sum(p.numel() for p in part.parameters()) for part in parts) == min(largest)
-    assert [name for part in parts for name, _ in part.named_children()] == [str(i) for i in range(len(sizes))]
+    assert [name for part in parts for name, _ in part.named_children()] == [
+        str(i) for i in range(len(sizes))
+    ]
 
 
 class Own(nn.Sequential):
@@ -77,10 +95,23 @@ def tied() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (nn.Linear(2, 2), "pipeline.stages = 2: the model must be an nn.Sequential of blocks, and is a Linear"),
-        (Own(nn.Linear(2, 2), nn.Linear(2, 2)), "pipeline.stages = 2: the model must be an nn.Sequential of blocks, and is a Own"),
-        (blocks(2, 0), "pipeline.stages = 2: every stage needs a block with parameters, and the model has 1"),
-        (tied(), "pipeline.stages = 2: '2.weight' of stage 1 is also in stage 0; untie them (built-in tasks: task.tied = false)"),
+        (
+            nn.Linear(2, 2),
+            "pipeline.stages = 2: the model must be an nn.Sequential of blocks, and is a Linear",
+        ),
+        (
+            Own(nn.Linear(2, 2), nn.Linear(2, 2)),
+            "pipeline.stages = 2: the model must be an nn.Sequential of blocks, and is a Own",
+        ),
+        (
+            blocks(2, 0),
+            "pipeline.stages = 2: every stage needs a block with parameters, and the model has 1",
+        ),
+        (
+            tied(),
+            "pipeline.stages = 2: '2.weight' of stage 1 is also in stage 0; untie them (built-in "
+            "tasks: task.tied = false)",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_cut(model: nn.Module, text: str) -> None:
@@ -90,7 +121,9 @@ def test_a_model_that_cannot_be_cut(model: nn.Module, text: str) -> None:
 
 
 def normed() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+    )
 
 
 def test_the_stages_vectors_are_the_models() -> None:
@@ -109,8 +142,12 @@ def test_the_stages_vectors_are_the_models() -> None:
 # Routes
 
 
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 99), st.integers(0, 99))
-def test_a_route_visits_every_replica_of_every_stage_once(stages: int, replicas: int, parts: int, seed: int, step: int) -> None:
+@given(
+    st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 99), st.integers(0, 99)
+)
+def test_a_route_visits_every_replica_of_every_stage_once(
+    stages: int, replicas: int, parts: int, seed: int, step: int
+) -> None:
     routes = pipe(stages, replicas, parts).routes(seed, step)
     assert routes.shape == (parts, stages, replicas)
     assert (np.sort(routes, axis=2) == np.arange(replicas)).all()
@@ -124,7 +161,9 @@ def test_boundaries_have_permutations_that_are_uniform_and_independent() -> None
     for step in range(3000):
         routes = pipe(3, 3, 1).routes(7, step)[0]
         after = np.empty(3, int)
-        after[routes[1]] = routes[2]  # where the second boundary sends what replica i of stage 1 has computed
+        after[routes[1]] = routes[
+            2
+        ]  # where the second boundary sends what replica i of stage 1 has computed
         key = (*routes[1].tolist(), *after.tolist())
         counts[key] = counts.get(key, 0) + 1
     assert len(counts) == 36
@@ -135,7 +174,10 @@ def test_boundaries_have_permutations_that_are_uniform_and_independent() -> None
 
 def test_neighbours_hold_neighbouring_stages() -> None:
     one = pipe(2, 3)
-    assert [[node.name for node in stage] for stage in one.nodes] == [["w0", "w2", "w4"], ["w1", "w3", "w5"]]
+    assert [[node.name for node in stage] for stage in one.nodes] == [
+        ["w0", "w2", "w4"],
+        ["w1", "w3", "w5"],
+    ]
     assert one.places[NodeId("a", "w5")] == (1, 2)
     assert one.ranks([0, 2]) == [0, 4, 1, 5]
     assert one.team(NodeId("a", "w3")) == (0, 1, 2)
@@ -151,28 +193,43 @@ def no_transfer(k: int, a: int, to: int, b: int) -> float:
     return 0.0
 
 
-@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.sampled_from(["random", "fixed"]))
-def test_equal_nodes_without_transfers_take_gpipes_time(stages: int, parts: int, replicas: int, routing: Routing) -> None:
+@given(
+    st.integers(1, 6), st.integers(1, 8), st.integers(1, 4), st.sampled_from(["random", "fixed"])
+)
+def test_equal_nodes_without_transfers_take_gpipes_time(
+    stages: int, parts: int, replicas: int, routing: Routing
+) -> None:
     routes = pipe(stages, replicas, parts, routing).routes(0, 0)
     step_s = 3.0
     forward_s = np.full((stages, replicas), step_s / (3 * parts * stages))
     end_s = step_end_s(routes, np.zeros((stages, replicas)), forward_s, no_transfer)
     assert end_s.max() == pytest.approx(step_s / stages * (parts + stages - 1) / parts, rel=1e-12)
-    assert end_s[0] == pytest.approx(np.full(replicas, end_s.max()))  # the gradient ends where the batch began
+    assert end_s[0] == pytest.approx(
+        np.full(replicas, end_s.max())
+    )  # the gradient ends where the batch began
 
 
 @settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10**6))
-def test_the_schedule_is_the_longest_path(stages: int, replicas: int, parts: int, seed: int) -> None:
+def test_the_schedule_is_the_longest_path(
+    stages: int, replicas: int, parts: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     routes = pipe(stages, replicas, parts).routes(seed, 0)
     forward_s, start_s = rng.random((stages, replicas)), rng.random((stages, replicas))
     table_s = rng.random((stages, replicas, stages, replicas))
-    who = {(j, k, int(routes[j, k, q])): q for j in range(parts) for k in range(stages) for q in range(replicas)}
+    who = {
+        (j, k, int(routes[j, k, q])): q
+        for j in range(parts)
+        for k in range(stages)
+        for q in range(replicas)
+    }
 
     @cache
     def done(direction: str, j: int, k: int, node: int) -> float:
-        """When the node has done micro-batch j in one direction: after all that it needs, by definition."""
+        """When the node has done micro-batch j in one direction: after all that it needs, by
+        definition.
+        """
         q = who[j, k, node]
         needs = [float(start_s[k, node])]
         if direction == "forward":
@@ -182,14 +239,20 @@ def test_the_schedule_is_the_longest_path(stages: int, replicas: int, parts: int
                 before = int(routes[j, k - 1, q])
                 needs.append(done("forward", j, k - 1, before) + table_s[k - 1, before, k, node])
             return max(needs) + float(forward_s[k, node])
-        needs.append(done("backward", j + 1, k, node) if j + 1 < parts else done("forward", parts - 1, k, node))
+        needs.append(
+            done("backward", j + 1, k, node)
+            if j + 1 < parts
+            else done("forward", parts - 1, k, node)
+        )
         if k + 1 < stages:
             after = int(routes[j, k + 1, q])
             needs.append(done("backward", j, k + 1, after) + table_s[k + 1, after, k, node])
         return max(needs) + 2 * float(forward_s[k, node])
 
     expected = [[done("backward", 0, k, node) for node in range(replicas)] for k in range(stages)]
-    np.testing.assert_allclose(step_end_s(routes, start_s, forward_s, lambda *at: table_s[at]), expected, rtol=1e-12)
+    np.testing.assert_allclose(
+        step_end_s(routes, start_s, forward_s, lambda *at: table_s[at]), expected, rtol=1e-12
+    )
 
 
 def test_the_norm_goes_to_the_first_stage_and_its_sum_comes_back() -> None:
@@ -202,7 +265,10 @@ def timed(fields: dict[str, Any], steps: int = 8, activation_bytes: int = 0) -> 
     recipe = parse_recipe(
         {
             "method": {"name": "noloco", "inner_steps": steps},
-            "topology": {"regions": {"a": [1.0] * 4, "b": [1.0] * 4}, "default": {"bandwidth_gbit_s": 8e-9, "latency_ms": 500}},
+            "topology": {
+                "regions": {"a": [1.0] * 4, "b": [1.0] * 4},
+                "default": {"bandwidth_gbit_s": 8e-9, "latency_ms": 500},
+            },
             "profile": {"model_bytes": 1, "step_time_s": 1.0, "activation_bytes": activation_bytes},
             "task": "none",
             "run": {"steps": steps},
@@ -243,15 +309,23 @@ def test_the_clock_of_a_run_has_the_bubble(stages: int, parts: int, routing: str
     assert run.absorbed == replicas * 8
     assert run.now == pytest.approx(8 / stages * (parts + stages - 1) / parts, rel=1e-9)
     busy = parts / (parts + stages - 1)
-    assert run.recorder.idle_fraction(list(run.actors), run.now) == pytest.approx(1 - busy, rel=1e-6)
+    assert run.recorder.idle_fraction(list(run.actors), run.now) == pytest.approx(
+        1 - busy, rel=1e-6
+    )
 
 
 def test_transfers_cost_what_the_topology_says() -> None:
-    # Eight stages, 2 micro-batches, 4 steps; between w3 and w4 lies the sea: 0.5 s and 1 byte a second, 3 bytes a micro-batch.
-    run = timed({"pipeline": {"stages": 8, "micro_batches": 2}, "run": {"steps": 4}}, steps=4, activation_bytes=6)
+    # Eight stages, 2 micro-batches, 4 steps; between w3 and w4 lies the sea: 0.5 s and 1 byte a
+    # second, 3 bytes a micro-batch.
+    run = timed(
+        {"pipeline": {"stages": 8, "micro_batches": 2}, "run": {"steps": 4}},
+        steps=4,
+        activation_bytes=6,
+    )
     run.run()
     forward_s = 1 / (3 * 2 * 8)
-    # The second micro-batch follows the first through a link that is not shared: everything shifts by one crossing each way.
+    # The second micro-batch follows the first through a link that is not shared: everything shifts
+    # by one crossing each way.
     step_s = 3 * forward_s * (2 + 8 - 1) + 2 * (0.5 + 3.0) + 12 * 3 * 8 / 100e9
     assert run.now == pytest.approx(4 * step_s, rel=1e-6)
     assert run.recorder.messages == 4 * 2 * 2 * 7
@@ -260,7 +334,13 @@ def test_transfers_cost_what_the_topology_says() -> None:
 
 
 def test_an_outer_step_sends_stages_and_not_models() -> None:
-    run = timed({"pipeline": {"stages": 2}, "profile": {"model_bytes": 1000, "step_time_s": 1.0}, "run": {"steps": 32}})
+    run = timed(
+        {
+            "pipeline": {"stages": 2},
+            "profile": {"model_bytes": 1000, "step_time_s": 1.0},
+            "run": {"steps": 32},
+        }
+    )
     run.run()
     # 4 replicas in pairs, 2 stages, each message with two vectors of half a model.
     outer_step = 8 * 2 * 500
@@ -270,19 +350,33 @@ def test_an_outer_step_sends_stages_and_not_models() -> None:
 # Numerics
 
 
-def stages_of(task: Task, shape: Pipeline, total: int = 40) -> tuple[Stages, list[list[Tensor]], list[Tensor]]:
+def stages_of(
+    task: Task, shape: Pipeline, total: int = 40
+) -> tuple[Stages, list[list[Tensor]], list[Tensor]]:
     """A pipeline's stages, the states of its nodes, and their weights, by stage, then replica."""
     stages = Stages(task, Run(total, shape.replicas, 3), CPU, shape)
     nodes = [node for row in stages.replicas for node in row]
-    states = [[torch.zeros(spec.shape, dtype=spec.dtype) for spec in node.state_specs] for node in nodes]
+    states = [
+        [torch.zeros(spec.shape, dtype=spec.dtype) for spec in node.state_specs] for node in nodes
+    ]
     for node, state in zip(nodes, states, strict=True):
         node.reset(state)
     return stages, states, [node.layout.read(node.module) for node in nodes]
 
 
 def gpt_task(**fields: Any) -> Task:
-    sizes = {"layers": 2, "width": 16, "heads": 2, "sequence": 16, "batch_size": 4, "valid_sequences": 8, "vocabulary": 16}
-    recipe = parse_recipe({"method": "noloco", "task": {"name": "synthetic", "tied": False, **sizes, **fields}})
+    sizes = {
+        "layers": 2,
+        "width": 16,
+        "heads": 2,
+        "sequence": 16,
+        "batch_size": 4,
+        "valid_sequences": 8,
+        "vocabulary": 16,
+    }
+    recipe = parse_recipe(
+        {"method": "noloco", "task": {"name": "synthetic", "tied": False, **sizes, **fields}}
+    )
     return make_task(recipe.task)
 
 
@@ -310,7 +404,11 @@ def moved_apart(thetas: list[Tensor]) -> None:
 
 
 def gradients(
-    stages: Stages, states: list[list[Tensor]], thetas: list[Tensor], shards: tuple[Shard, ...], step: int
+    stages: Stages,
+    states: list[list[Tensor]],
+    thetas: list[Tensor],
+    shards: tuple[Shard, ...],
+    step: int,
 ) -> list[Tensor]:
     """Every node's gradient in one inner step, by stage, then replica."""
     nodes = [node for row in stages.replicas for node in row]
@@ -320,7 +418,9 @@ def gradients(
     return [node.gradient.clone() for node in nodes]
 
 
-def test_identical_replicas_have_the_same_gradient_summed_over_a_stage_whatever_the_routes() -> None:
+def test_identical_replicas_have_the_same_gradient_summed_over_a_stage_whatever_the_routes() -> (
+    None
+):
     sums: dict[str, list[Tensor]] = {}
     alone: dict[str, Tensor] = {}
     for routing in ("random", "fixed"):
@@ -341,7 +441,8 @@ def test_a_stages_gradient_is_the_sum_over_the_micro_batches_that_it_saw(routing
     shards = shards_of(["a"] * 3, 3)
     found = gradients(stages, states, thetas, shards, step)
 
-    # By hand: the model's two linear layers, with tanh in the first stage or the second, as functions of the nodes' weights.
+    # By hand: the model's two linear layers, with tanh in the first stage or the second, as
+    # functions of the nodes' weights.
     modules = cut(task.model(), 2)
     layouts = [Layout.of(module) for module in modules]
     weights = [theta.clone().requires_grad_() for theta in thetas]
@@ -353,7 +454,9 @@ def test_a_stages_gradient_is_the_sum_over_the_micro_batches_that_it_saw(routing
             rows = slice(2 * j, 2 * j + 2)
             out = x[rows]
             for k in range(2):
-                out = functional_call(modules[k], layouts[k].named(weights[3 * k + routes[j, k, q]]), (out,))
+                out = functional_call(
+                    modules[k], layouts[k].named(weights[3 * k + routes[j, k, q]]), (out,)
+                )
             total = total + (out.squeeze(1) - y[rows]).square().mean() / parts
     expected = torch.autograd.grad(total, weights)
     for one, other in zip(found, expected, strict=True):
@@ -363,7 +466,12 @@ def test_a_stages_gradient_is_the_sum_over_the_micro_batches_that_it_saw(routing
 def test_gradients_are_clipped_by_the_norm_of_the_whole_replica() -> None:
     task = linear_task()
     task = Task(
-        **{**task.__dict__, "gradient_clip": 0.1, "optimizer": lambda m: torch.optim.SGD(m.parameters(), 1.0), "schedule": None}
+        **{
+            **task.__dict__,
+            "gradient_clip": 0.1,
+            "optimizer": lambda m: torch.optim.SGD(m.parameters(), 1.0),
+            "schedule": None,
+        }
     )
     stages, states, thetas = stages_of(task, pipe(2, 1, 2))
     before = [theta.clone() for theta in thetas]
@@ -379,10 +487,15 @@ def test_buffers_travel_with_their_stage() -> None:
     stages.train([1], states[1::2], thetas[1::2], shards_of(["a"] * 2, 3), 3, [0, 0], 0)
     for q, batches in ((0, 0), (1, 6)):
         counters = [
-            int(tensor) for k in range(2) for tensor in states[2 * k + q][1 : 1 + len(stages.replicas[k][q].first_integers)]
+            int(tensor)
+            for k in range(2)
+            for tensor in states[2 * k + q][1 : 1 + len(stages.replicas[k][q].first_integers)]
         ]
         assert counters == [batches] * 2  # one BatchNorm's counter in each stage
-    fresh = [row[0].layout.read(row[0].module) for row in Stages(task, Run(40, 2, 3), CPU, pipe(2, 2)).replicas]
+    fresh = [
+        row[0].layout.read(row[0].module)
+        for row in Stages(task, Run(40, 2, 3), CPU, pipe(2, 2)).replicas
+    ]
     for k in range(2):
         parameters = stages.replicas[k][1].layout.parameters
         assert torch.equal(thetas[2 * k], fresh[k])
@@ -390,7 +503,11 @@ def test_buffers_travel_with_their_stage() -> None:
 
 
 def test_a_batch_is_cut_along_its_first_dimension() -> None:
-    batch = {"x": torch.arange(6).view(6, 1), "pair": (torch.arange(6), [torch.ones(6)]), "name": "b"}
+    batch = {
+        "x": torch.arange(6).view(6, 1),
+        "pair": (torch.arange(6), [torch.ones(6)]),
+        "name": "b",
+    }
     first, second = micro(batch, 2)
     assert first["x"].flatten().tolist() == [0, 1, 2]
     assert second["pair"][0].tolist() == [3, 4, 5]
@@ -403,14 +520,25 @@ def test_a_batch_is_cut_along_its_first_dimension() -> None:
 # Runs
 
 
-SMALL = {"name": "synthetic", "layers": 2, "width": 8, "heads": 2, "sequence": 8, "valid_sequences": 8, "vocabulary": 16}
+SMALL = {
+    "name": "synthetic",
+    "layers": 2,
+    "width": 8,
+    "heads": 2,
+    "sequence": 8,
+    "valid_sequences": 8,
+    "vocabulary": 16,
+}
 
 
 def staged_recipe(**fields: Any) -> Recipe:
     return parse_recipe(
         {
             "method": {"name": "noloco", "inner_steps": 5},
-            "topology": {"regions": {"a": [1.0, 0.8, 0.6, 0.9], "b": [1.0, 0.5, 1.0, 1.0]}, "default": {"bandwidth_gbit_s": 1.0}},
+            "topology": {
+                "regions": {"a": [1.0, 0.8, 0.6, 0.9], "b": [1.0, 0.5, 1.0, 1.0]},
+                "default": {"bandwidth_gbit_s": 1.0},
+            },
             "task": SMALL,
             "pipeline": {"stages": 2, "micro_batches": 2},
             "run": {"steps": 60, "evaluations": 2},
@@ -429,7 +557,9 @@ def simulate(pools: Any) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.mark.parametrize("routing", ["random", "fixed"])
-def test_one_process_and_two_leave_the_same_files(simulate: Any, routing: str, tmp_path: Path) -> None:
+def test_one_process_and_two_leave_the_same_files(
+    simulate: Any, routing: str, tmp_path: Path
+) -> None:
     recipe = staged_recipe(pipeline={"stages": 2, "micro_batches": 2, "routing": routing})
     for processes in (1, 2):
         simulate(recipe, tmp_path / str(processes), processes)
@@ -437,7 +567,9 @@ def test_one_process_and_two_leave_the_same_files(simulate: Any, routing: str, t
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
-def test_a_noloco_run_has_no_collective(simulate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_noloco_run_has_no_collective(
+    simulate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reduced: list[Any] = []
     collective = Simulator.all_reduce
 
@@ -456,17 +588,29 @@ def test_a_noloco_run_has_no_collective(simulate: Any, tmp_path: Path, monkeypat
 
 
 def test_routes_bring_replicas_nearer_to_each_other(simulate: Any, tmp_path: Path) -> None:
-    alone = {"name": "noloco", "inner_steps": 5, "group_size": 1, "alpha": 0.0, "beta": 1.0, "gamma": 0.0}
+    alone = {
+        "name": "noloco",
+        "inner_steps": 5,
+        "group_size": 1,
+        "alpha": 0.0,
+        "beta": 1.0,
+        "gamma": 0.0,
+    }
     spread = {
         routing: simulate(
-            staged_recipe(method=alone, pipeline={"stages": 2, "micro_batches": 2, "routing": routing}), tmp_path / routing
+            staged_recipe(
+                method=alone, pipeline={"stages": 2, "micro_batches": 2, "routing": routing}
+            ),
+            tmp_path / routing,
         )["replica_std"]
         for routing in ("random", "fixed")
     }
     assert 0 < spread["random"] < spread["fixed"]
 
 
-def test_a_single_replica_without_outer_step_is_plain_training_in_any_number_of_stages(simulate: Any, tmp_path: Path) -> None:
+def test_a_single_replica_without_outer_step_is_plain_training_in_any_number_of_stages(
+    simulate: Any, tmp_path: Path
+) -> None:
     losses = []
     for stages in (1, 2, 4):
         recipe = staged_recipe(
@@ -491,7 +635,9 @@ def test_a_default_model_in_stages_is_not_tied() -> None:
 
 def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None:
     pool = pools(staged_recipe(profile="measured"))
-    assert experiment.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4  # batch, sequence, width, fp32
+    assert (
+        experiment.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
+    )  # batch, sequence, width, fp32
 
 
 @pytest.mark.parametrize(
@@ -502,21 +648,40 @@ def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None
             UserError,
             "pipeline.stages = 3: topology 'custom' has 8 workers, which is no multiple of that",
         ),
-        ({"pipeline": {"stages": 0}}, UserError, "pipeline.stages = 0: should be greater than or equal to 1"),
-        ({"pipeline": {"routing": "fix"}}, UserError, "pipeline.routing = 'fix': should be 'random' or 'fixed'"),
+        (
+            {"pipeline": {"stages": 0}},
+            UserError,
+            "pipeline.stages = 0: should be greater than or equal to 1",
+        ),
+        (
+            {"pipeline": {"routing": "fix"}},
+            UserError,
+            "pipeline.routing = 'fix': should be 'random' or 'fixed'",
+        ),
         ({"pipeline": 2}, UserError, "pipeline = 2: expected keys such as `stages: 2`"),
-        ({"method": "halos"}, UserError, "pipeline.stages = 2: halos cannot run in stages, for it has nodes that are no workers: "),
+        (
+            {"method": "halos"},
+            UserError,
+            "pipeline.stages = 2: halos cannot run in stages, for it has nodes that are no "
+            "workers: ",
+        ),
         (
             {"method": "sync_sgd"},
             UserError,
-            "sync_sgd: pipeline: this method asks for single gradients, which a model in stages does not give",
+            "sync_sgd: pipeline: this method asks for single gradients, which a model in stages "
+            "does not give",
         ),
         (
             {"method": {"name": "noloco", "dynamic_steps": True, "inner_steps": 9}},
             UserError,
-            "pipeline.stages = 2: noloco cannot run in stages with dynamic_steps, for all nodes of a pipeline take equally many",
+            "pipeline.stages = 2: noloco cannot run in stages with dynamic_steps, for all nodes of "
+            "a pipeline take equally many",
         ),
-        ({"task": {**SMALL, "tied": True}}, UserError, "'head.logits.weight' of stage 1 is also in stage 0; untie them"),
+        (
+            {"task": {**SMALL, "tied": True}},
+            UserError,
+            "'head.logits.weight' of stage 1 is also in stage 0; untie them",
+        ),
         (
             {"pipeline": {"stages": 2, "micro_batches": 3}},
             UserError,
@@ -533,5 +698,7 @@ def test_pipelines_that_cannot_run(
 
 
 def test_a_pipeline_needs_links_between_neighbouring_stages() -> None:
-    with pytest.raises(UserError, match="a/w0 cannot reach b/w0"):  # one replica: no outer step crosses, but its activations do
+    with pytest.raises(
+        UserError, match="a/w0 cannot reach b/w0"
+    ):  # one replica: no outer step crosses, but its activations do
         experiment.check_reachable(staged_recipe(topology={"regions": {"a": [1.0], "b": [1.0]}}))

@@ -1,4 +1,6 @@
-"""The pool: the same bytes whatever its size, errors that say whose they are, nothing left behind."""
+"""The pool: the same bytes whatever its size, errors that say whose they are, nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from archipel.recipe import Recipe, parse_recipe
 from archipel.replica import Run
 from archipel.task import task_config
 
-TASK = {"name": "synthetic", "layers": 1, "width": 16, "heads": 2, "sequence": 16, "valid_sequences": 8, "vocabulary": 16}
+TASK = {
+    "name": "synthetic",
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "sequence": 16,
+    "valid_sequences": 8,
+    "vocabulary": 16,
+}
 TOPOLOGY = {
     "regions": {"a": [1.0, 0.6], "b": [0.3, 0.8, 0.5]},
     "default": {"bandwidth_gbit_s": 1.0, "latency_ms": 40, "jitter": 0.4},
@@ -28,18 +38,31 @@ TOPOLOGY = {
 
 def recipe(name: str, **fields: Any) -> Recipe:
     known = methods.load(name).Config.model_fields
-    settings = {key: value for key, value in {"inner_steps": 4, "accumulate": 3}.items() if key in known}
+    settings = {
+        key: value for key, value in {"inner_steps": 4, "accumulate": 3}.items() if key in known
+    }
     return parse_recipe(
-        {"method": {"name": name, **settings}, "topology": TOPOLOGY, "task": TASK, "run": {"steps": 150, "evaluations": 3}} | fields
+        {
+            "method": {"name": name, **settings},
+            "topology": TOPOLOGY,
+            "task": TASK,
+            "run": {"steps": 150, "evaluations": 3},
+        }
+        | fields
     )
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in ("metrics.jsonl", "weights.safetensors", "trace.json", "recipe.yaml")}
+    return {
+        name: (directory / name).read_bytes()
+        for name in ("metrics.jsonl", "weights.safetensors", "trace.json", "recipe.yaml")
+    }
 
 
 @pytest.fixture(scope="module")
-def left(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, bytes]]:
+def left(
+    pools: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], dict[str, bytes]]:
     """The files of every method's run with one process, with two, and once more with two."""
     out = tmp_path_factory.mktemp("pool")
     found = {}
@@ -93,7 +116,9 @@ def loss(model, batch):
 
 def make():
     return Task(
-        model=lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)),
+        model=lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
+        ),
         loss=loss,
         batches=batches,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5),
@@ -117,7 +142,9 @@ class Own:
 
     def recipe(self, name: str, how: str = "sound") -> Recipe:
         self.path.with_name("mytask.py.how").write_text(how)
-        return recipe(name, task={"name": f"{self.path}:make"}, run={"steps": 200, "evaluations": 2})
+        return recipe(
+            name, task={"name": f"{self.path}:make"}, run={"steps": 200, "evaluations": 2}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +154,11 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Own:
 
 @pytest.mark.slow
 def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path) -> None:
-    """It learns with every method; running statistics are averaged, and batches counted by the worker that saw most.
+    """It learns with every method; running statistics are averaged, and batches counted by the
+    worker that saw most.
 
-    All of it is the same with one process and with two, and so is what is left of a run whose workers are still training.
+    All of it is the same with one process and with two, and so is what is left of a run whose
+    workers are still training.
     """
     for name in methods.names():
         given = own.recipe(name)
@@ -147,13 +176,29 @@ def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("an exception", line_of("        raise KeyError('my mistake')") + ": KeyError: 'my mistake'"),
-        ("a float", "loss must return a 0-d tensor that depends on the model's parameters, not a float"),
-        ("a vector", "loss must return a 0-d tensor that depends on the model's parameters, not a tensor of shape (8, 2)"),
-        ("shapes", line_of("        return nn.functional.linear(batch[0], torch.zeros(3, 5)).sum()") + ": RuntimeError: "),
+        (
+            "an exception",
+            line_of("        raise KeyError('my mistake')") + ": KeyError: 'my mistake'",
+        ),
+        (
+            "a float",
+            "loss must return a 0-d tensor that depends on the model's parameters, not a float",
+        ),
+        (
+            "a vector",
+            "loss must return a 0-d tensor that depends on the model's parameters, not a tensor of "
+            "shape (8, 2)",
+        ),
+        (
+            "shapes",
+            line_of("        return nn.functional.linear(batch[0], torch.zeros(3, 5)).sum()")
+            + ": RuntimeError: ",
+        ),
     ],
 )
-def test_errors_of_the_task_name_worker_and_place(pools: Any, own: Own, tmp_path: Path, how: str, text: str) -> None:
+def test_errors_of_the_task_name_worker_and_place(
+    pools: Any, own: Own, tmp_path: Path, how: str, text: str
+) -> None:
     given = own.recipe("diloco", how)
     with pytest.raises(TrainingError, match=r"^worker [ab]/w") as error:
         experiment.simulate(given, pools(given), tmp_path / "run")
@@ -177,7 +222,9 @@ def test_a_pool_goes_on_after_a_run_that_diverged(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:worker .* it is restarted")
-def test_a_loss_that_is_not_finite_names_worker_and_step(pools: Any, own: Own, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_worker_and_step(
+    pools: Any, own: Own, tmp_path: Path
+) -> None:
     given = own.recipe("diloco", "nan")
     with pytest.raises(Diverged) as error:
         experiment.simulate(given, pools(given), tmp_path / "run")
@@ -207,11 +254,16 @@ def test_a_process_that_is_killed_is_noticed_and_nothing_is_left_running() -> No
 @pytest.mark.slow
 def test_the_measured_profile_is_of_this_task_on_this_machine(pools: Any) -> None:
     profile = experiment.measure_profile(pools(recipe("diloco")))
-    parameters = 16 * 16 + 16 * 16 + 12 * 16 * 16 + 3 * 16  # tied embeddings, positions, one block, norms
+    parameters = (
+        16 * 16 + 16 * 16 + 12 * 16 * 16 + 3 * 16
+    )  # tied embeddings, positions, one block, norms
     assert profile.model_bytes == 4 * parameters
     assert 1e-4 < profile.step_time_s < 1.0
 
 
 def test_a_pool_without_processes_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^processes = 0: at least 1 is needed$"), experiment.open_pool(recipe("diloco"), 0):
+    with (
+        pytest.raises(UserError, match=r"^processes = 0: at least 1 is needed$"),
+        experiment.open_pool(recipe("diloco"), 0),
+    ):
         pass

@@ -1,4 +1,6 @@
-"""`recipe.py` and `yamlfile.py`: what a recipe may leave out, that its filled-in copy is the same, and each mistake's own line."""
+"""`recipe.py` and `yamlfile.py`: what a recipe may leave out, that its filled-in copy is the same,
+and each mistake's own line.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import pytest
 
 from archipel import methods
 from archipel.errors import UserError
-from archipel.recipe import LiveConfig, PipelineConfig, Recipe, RunConfig, parse_override, parse_recipe, read_recipe
+from archipel.recipe import (
+    LiveConfig,
+    PipelineConfig,
+    Recipe,
+    RunConfig,
+    parse_override,
+    parse_recipe,
+    read_recipe,
+)
 from archipel.task import StdlibTask
 from archipel.topology import PRESETS, PROFILES, Profile, load_topology
 from archipel.yamlfile import parse
@@ -51,11 +61,15 @@ def test_only_the_method_is_required() -> None:
     assert parse_recipe({"method": "diloco"}) == Recipe(
         label="diloco",
         method="diloco",
-        config=methods.load("diloco").Config(inner_steps=32, dynamic_steps=False, outer_lr=0.7, outer_momentum=0.9),
+        config=methods.load("diloco").Config(
+            inner_steps=32, dynamic_steps=False, outer_lr=0.7, outer_momentum=0.9
+        ),
         topology=load_topology("halos-4x4"),
         profile=PROFILES["pythia-70m-h100"],
         task=StdlibTask(),
-        run=RunConfig(steps=None, tokens=None, seconds=None, target_loss=None, seed=0, evaluations=25),
+        run=RunConfig(
+            steps=None, tokens=None, seconds=None, target_loss=None, seed=0, evaluations=25
+        ),
         pipeline=PipelineConfig(stages=1, micro_batches=4, routing="random"),
         live=LiveConfig(pace="none", gpu_fraction=1.0, processes=1, deadline_s=60.0),
     )
@@ -65,32 +79,65 @@ def test_only_the_method_is_required() -> None:
     ("method", "published"),
     [
         ("sync_sgd", {}),
-        ("diloco", {"inner_steps": 32, "dynamic_steps": False, "outer_lr": 0.7, "outer_momentum": 0.9}),
+        (
+            "diloco",
+            {"inner_steps": 32, "dynamic_steps": False, "outer_lr": 0.7, "outer_momentum": 0.9},
+        ),
         (
             "async_local_sgd",
-            {"inner_steps": 32, "dynamic_steps": True, "outer_lr": 1.6, "outer_momentum": 0.9, "buffer": 32},
+            {
+                "inner_steps": 32,
+                "dynamic_steps": True,
+                "outer_lr": 1.6,
+                "outer_momentum": 0.9,
+                "buffer": 32,
+            },
         ),
         (
             "noloco",
-            {"inner_steps": 50, "dynamic_steps": False, "group_size": 2, "alpha": 0.5, "beta": 0.7, "gamma": 0.7},
+            {
+                "inner_steps": 50,
+                "dynamic_steps": False,
+                "group_size": 2,
+                "alpha": 0.5,
+                "beta": 0.7,
+                "gamma": 0.7,
+            },
         ),
         (
             "halos",
             {
-                "inner_steps": 8, "dynamic_steps": True, "accumulate": 32, "merge_weight": 0.25, "report_since": "merge",
-                "local_lr": 3.2, "local_momentum": 0.9, "local_buffer": 16,
-                "global_lr": 0.3, "global_momentum": 0.5, "global_buffer": 2, "workers_per_server": None,
+                "inner_steps": 8,
+                "dynamic_steps": True,
+                "accumulate": 32,
+                "merge_weight": 0.25,
+                "report_since": "merge",
+                "local_lr": 3.2,
+                "local_momentum": 0.9,
+                "local_buffer": 16,
+                "global_lr": 0.3,
+                "global_momentum": 0.5,
+                "global_buffer": 2,
+                "workers_per_server": None,
             },
         ),
     ],
-)  # fmt: skip
+)
 def test_a_methods_defaults_are_the_published_ones(method: str, published: dict[str, Any]) -> None:
     assert parse_recipe({"method": method}).config.model_dump() == published
 
 
 def test_a_name_alone_stands_for_a_section() -> None:
-    names = {"method": "noloco", "topology": "two-regions", "profile": "pythia-70m-h100", "task": "none"}
-    short, long = parse_recipe(names), parse_recipe({key: {"name": name} for key, name in names.items()})
+    names = {
+        "method": "noloco",
+        "topology": "two-regions",
+        "profile": "pythia-70m-h100",
+        "task": "none",
+    }
+    short, long = (
+        parse_recipe(names),
+        parse_recipe({key: {"name": name} for key, name in names.items()}),
+    )
     assert short == long
 
 
@@ -100,17 +147,23 @@ def test_a_task_without_a_name_is_the_default_one() -> None:
 
 def test_a_preset_topology_can_be_changed() -> None:
     topology = parse_recipe(halos(topology={"name": "halos-4x4", "sharing": "fair"})).topology
-    assert topology == load_topology("halos-4x4").model_copy(update={"sharing": "fair", "name": "halos-4x4 (changed)"})
+    assert topology == load_topology("halos-4x4").model_copy(
+        update={"sharing": "fair", "name": "halos-4x4 (changed)"}
+    )
 
 
 def test_a_topology_can_be_written_out() -> None:
-    assert parse_recipe(halos(topology={"regions": {"a": [1, 0.5]}})).topology.regions == {"a": [1.0, 0.5]}
+    assert parse_recipe(halos(topology={"regions": {"a": [1, 0.5]}})).topology.regions == {
+        "a": [1.0, 0.5]
+    }
 
 
 def test_a_known_profile_can_be_changed() -> None:
     profile = parse_recipe(halos(profile={"name": "pythia-70m-h100", "step_time_s": 0.5})).profile
     preset = PROFILES["pythia-70m-h100"]
-    assert profile == preset.model_copy(update={"name": "pythia-70m-h100 (changed)", "step_time_s": 0.5})
+    assert profile == preset.model_copy(
+        update={"name": "pythia-70m-h100 (changed)", "step_time_s": 0.5}
+    )
 
 
 def test_a_profile_of_ones_own_needs_no_name() -> None:
@@ -123,7 +176,9 @@ def test_a_profile_may_wait_to_be_measured() -> None:
 
 
 def test_what_differs_from_the_published_settings_is_known() -> None:
-    recipe = parse_recipe({"method": {"name": "halos", "accumulate": 4, "merge_weight": 0.25, "local_lr": 1.5}})
+    recipe = parse_recipe(
+        {"method": {"name": "halos", "accumulate": 4, "merge_weight": 0.25, "local_lr": 1.5}}
+    )
     assert recipe.changed() == {"accumulate": (4, 32), "local_lr": (1.5, 3.2)}
 
 
@@ -136,7 +191,10 @@ def test_the_filled_in_copy_of_each_method_is_the_same_recipe(method: str) -> No
     assert read_back(recipe) == recipe
 
 
-@pytest.mark.parametrize("topology", [*PRESETS, "internet-3", {"name": "halos-4x4", "sharing": "fair", "collective": "tree"}])
+@pytest.mark.parametrize(
+    "topology",
+    [*PRESETS, "internet-3", {"name": "halos-4x4", "sharing": "fair", "collective": "tree"}],
+)
 def test_the_filled_in_copy_of_each_topology_is_the_same_recipe(topology: Any) -> None:
     recipe = parse_recipe(halos(topology=topology))
     assert read_back(recipe) == recipe
@@ -158,7 +216,13 @@ def test_the_filled_in_copy_of_each_task_is_the_same_recipe(task: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [{"steps": 7}, {"tokens": 10**12}, {"seconds": 1e-7, "target_loss": -1.5}, {"seed": 2**40, "evaluations": 1}]
+    "run",
+    [
+        {"steps": 7},
+        {"tokens": 10**12},
+        {"seconds": 1e-7, "target_loss": -1.5},
+        {"seed": 2**40, "evaluations": 1},
+    ],
 )
 def test_the_filled_in_copy_of_each_stop_rule_is_the_same_recipe(run: dict[str, Any]) -> None:
     recipe = parse_recipe(halos(run=run))
@@ -168,11 +232,15 @@ def test_the_filled_in_copy_of_each_stop_rule_is_the_same_recipe(run: dict[str, 
 def test_the_filled_in_copy_of_a_measured_profile_holds_what_was_measured() -> None:
     waiting = parse_recipe(halos(profile="measured"))
     assert read_back(waiting) == waiting
-    measured = replace(waiting, profile=Profile(name="measured", model_bytes=123, step_time_s=1.25e-3))
+    measured = replace(
+        waiting, profile=Profile(name="measured", model_bytes=123, step_time_s=1.25e-3)
+    )
     assert read_back(measured) == measured
 
 
-@pytest.mark.parametrize("label", ["halos+dynamic_steps", "12", "yes", "null", "0x10", "1.5", "1_000"])
+@pytest.mark.parametrize(
+    "label", ["halos+dynamic_steps", "12", "yes", "null", "0x10", "1.5", "1_000"]
+)
 def test_a_label_is_text_even_if_it_looks_otherwise(label: str) -> None:
     recipe = parse_recipe(halos(label=label))
     assert read_back(recipe).label == label
@@ -189,7 +257,15 @@ def test_names_that_look_like_a_power_of_ten_are_read_back(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-3", 0.001), ("1E5", 1e5), ("-2e+3", -2000.0), ("+1e2", 100.0), ("1.5e-3", 0.0015), ("2.e2", 200.0), ("1.0", 1.0)],
+    [
+        ("1e-3", 0.001),
+        ("1E5", 1e5),
+        ("-2e+3", -2000.0),
+        ("+1e2", 100.0),
+        ("1.5e-3", 0.0015),
+        ("2.e2", 200.0),
+        ("1.0", 1.0),
+    ],
 )
 def test_a_number_with_an_exponent_is_a_number(text: str, value: float) -> None:
     assert parse(text) == value
@@ -210,7 +286,9 @@ def test_a_quoted_number_is_text() -> None:
 
 
 def test_a_learning_rate_can_be_written_as_a_power_of_ten(written: Any) -> None:
-    recipe = written("method: {name: diloco, outer_lr: 5e-1}\ntask: {lr: 1e-3}\nrun: {seconds: 1e3}")
+    recipe = written(
+        "method: {name: diloco, outer_lr: 5e-1}\ntask: {lr: 1e-3}\nrun: {seconds: 1e3}"
+    )
     assert (recipe.config.outer_lr, recipe.task.lr, recipe.run.seconds) == (0.5, 0.001, 1000.0)
 
 
@@ -219,7 +297,14 @@ def test_a_learning_rate_can_be_written_as_a_power_of_ten(written: Any) -> None:
 
 def test_overrides_are_laid_over_the_file(written: Any) -> None:
     text = "method: {name: diloco, inner_steps: 4, outer_lr: 0.5}\nrun: {steps: 10}"
-    recipe = written(text, "method.inner_steps=16", "task.width=66", "run.seed=3", "run.steps=null", "run.tokens=99")
+    recipe = written(
+        text,
+        "method.inner_steps=16",
+        "task.width=66",
+        "run.seed=3",
+        "run.steps=null",
+        "run.tokens=99",
+    )
     assert (recipe.config.inner_steps, recipe.config.outer_lr, recipe.task.width) == (16, 0.5, 66)
     assert (recipe.run.seed, recipe.run.steps, recipe.run.tokens) == (3, None, 99)
 
@@ -230,17 +315,25 @@ def test_the_last_of_two_overrides_holds(written: Any) -> None:
 
 def test_a_name_in_the_file_can_be_built_on(written: Any) -> None:
     recipe = written(
-        "method: halos\ntopology: two-regions\nprofile: pythia-70m-h100", "topology.sharing=fair", "profile.step_time_s=1"
+        "method: halos\ntopology: two-regions\nprofile: pythia-70m-h100",
+        "topology.sharing=fair",
+        "profile.step_time_s=1",
     )
-    assert recipe.topology == load_topology("two-regions").model_copy(update={"sharing": "fair", "name": "two-regions (changed)"})
-    assert recipe.profile == PROFILES["pythia-70m-h100"].model_copy(update={"step_time_s": 1, "name": "pythia-70m-h100 (changed)"})
+    assert recipe.topology == load_topology("two-regions").model_copy(
+        update={"sharing": "fair", "name": "two-regions (changed)"}
+    )
+    assert recipe.profile == PROFILES["pythia-70m-h100"].model_copy(
+        update={"step_time_s": 1, "name": "pythia-70m-h100 (changed)"}
+    )
 
 
 @pytest.mark.parametrize("override", ["topology.sharing=fair", "profile.step_time_s=1"])
 def test_a_default_can_be_built_on(written: Any, override: str) -> None:
     place = override.partition(".")[0]
     name = {"topology": "halos-4x4", "profile": "pythia-70m-h100"}[place]
-    assert written("method: halos", override) == written(f"method: halos\n{place}: {name}", override)
+    assert written("method: halos", override) == written(
+        f"method: halos\n{place}: {name}", override
+    )
 
 
 def test_a_methods_setting_goes_by_the_methods_name_too(written: Any) -> None:
@@ -257,7 +350,9 @@ def test_a_methods_setting_goes_by_the_methods_name_too(written: Any) -> None:
         ("task.dirichlet=", ("task", "dirichlet", None)),
     ],
 )
-def test_an_override_is_a_section_a_key_and_a_yaml_value(text: str, parts: tuple[str, str, Any]) -> None:
+def test_an_override_is_a_section_a_key_and_a_yaml_value(
+    text: str, parts: tuple[str, str, Any]
+) -> None:
     assert parse_override(text) == parts
 
 
@@ -265,7 +360,11 @@ def test_an_override_is_a_section_a_key_and_a_yaml_value(text: str, parts: tuple
 def test_a_malformed_override_is_told_the_form(text: str) -> None:
     with pytest.raises(UserError) as error:
         parse_override(text)
-    assert str(error.value) == f"--set {text}: expected section.key=value, for example halos.inner_steps=16 or task.width=64"
+    assert (
+        str(error.value)
+        == f"--set {text}: expected section.key=value, for example halos.inner_steps=16 or "
+        "task.width=64"
+    )
 
 
 def test_an_override_must_be_yaml() -> None:
@@ -278,7 +377,10 @@ def test_an_override_must_be_yaml() -> None:
 def test_a_value_that_yaml_takes_for_an_impossible_date_or_number_is_told_so(value: str) -> None:
     with pytest.raises(UserError) as error:
         parse_override(f"run.seconds={value}")
-    assert str(error.value) == f"--set run.seconds={value}: {value!r} is not a value that YAML can read"
+    assert (
+        str(error.value)
+        == f"--set run.seconds={value}: {value!r} is not a value that YAML can read"
+    )
 
 
 def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> None:
@@ -300,14 +402,18 @@ def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> No
         ("a: @b", " is not YAML: while scanning for the next token found character '@'"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_named(written: Any, tmp_path: Path, text: str, rest: str) -> None:
+def test_a_file_that_is_no_recipe_is_named(
+    written: Any, tmp_path: Path, text: str, rest: str
+) -> None:
     with pytest.raises(UserError) as error:
         written(text)
     assert str(error.value).startswith(f"recipe {tmp_path / 'recipe.yaml'}{rest}")
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()], ids=["missing", "folder"])
+@pytest.mark.parametrize(
+    "make", [lambda path: None, lambda path: path.mkdir()], ids=["missing", "folder"]
+)
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, make: Any) -> None:
     path = tmp_path / "recipe.yaml"
     make(path)
@@ -338,20 +444,34 @@ def test_a_key_given_twice_is_refused(written: Any) -> None:
     [
         (
             {},
-            "recipe: `method` is required, for example `method: halos`; methods: async_local_sgd, diloco, halos, noloco, sync_sgd",
+            "recipe: `method` is required, for example `method: halos`; methods: async_local_sgd, "
+            "diloco, halos, noloco, sync_sgd",
         ),
         (
             halos(topologie="one-node"),
             "recipe: unknown key 'topologie' (did you mean 'topology'?); "
-            "allowed: method, topology, profile, task, pipeline, run, live, faults, bad_updates, label",
+            "allowed: method, topology, profile, task, pipeline, run, live, faults, bad_updates, "
+            "label",
         ),
         ({"method": 5}, "method = 5: expected a name, or keys with `name` among them"),
-        (halos(task=["stdlib"]), "task = ['stdlib']: expected a name, or keys with `name` among them"),
+        (
+            halos(task=["stdlib"]),
+            "task = ['stdlib']: expected a name, or keys with `name` among them",
+        ),
         (halos(profile=None), "profile = None: expected a name, or keys with `name` among them"),
         (halos(run="long"), "run = 'long': expected keys such as `steps: 10000`"),
-        (halos(topology=3), "topology = 3: expected a preset's name, a YAML file, or the topology's keys"),
-        (halos(label="../a"), "label = '../a': it names a folder; use letters, digits, '.', '_', '+' and '-'"),
-        (halos(label=""), "label = '': it names a folder; use letters, digits, '.', '_', '+' and '-'"),
+        (
+            halos(topology=3),
+            "topology = 3: expected a preset's name, a YAML file, or the topology's keys",
+        ),
+        (
+            halos(label="../a"),
+            "label = '../a': it names a folder; use letters, digits, '.', '_', '+' and '-'",
+        ),
+        (
+            halos(label=""),
+            "label = '': it names a folder; use letters, digits, '.', '_', '+' and '-'",
+        ),
     ],
 )
 def test_a_recipe_says_what_it_lacks(data: dict[str, Any], text: str) -> None:
@@ -366,33 +486,75 @@ def test_a_recipe_says_what_it_lacks(data: dict[str, Any], text: str) -> None:
             "diloco.inner_step: unknown key 'inner_step' (did you mean 'inner_steps'?); "
             "allowed: inner_steps, dynamic_steps, outer_lr, outer_momentum",
         ),
-        ({"name": "sync_sgd", "inner_steps": 3}, "sync_sgd.inner_steps: unknown key 'inner_steps'; there is nothing to set here"),
-        ({"name": "diloco", "inner_steps": 0}, "diloco.inner_steps = 0: should be greater than or equal to 1"),
-        ({"name": "halos", "accumulate": 0}, "halos.accumulate = 0: should be greater than or equal to 1"),
-        ({"name": "halos", "merge_weight": 1.5}, "halos.merge_weight = 1.5: should be less than or equal to 1"),
-        ({"name": "halos", "report_since": "start"}, "halos.report_since = 'start': should be 'merge' or 'send'"),
-        ({"name": "noloco", "group_size": 0}, "noloco.group_size = 0: should be greater than or equal to 1"),
-        ({"name": "diloco", "outer_momentum": 1.0}, "diloco.outer_momentum = 1.0: should be less than 1"),
-        ({"name": "diloco", "outer_lr": float("nan")}, "diloco.outer_lr = nan: should be a finite number"),
-        ({"name": "diloco", "inner_steps": "8"}, "diloco.inner_steps = '8': should be a valid integer"),
-        ({"name": "diloco", "inner_steps": 8.0}, "diloco.inner_steps = 8.0: should be a valid integer"),
-        ({"name": "diloco", "dynamic_steps": 1}, "diloco.dynamic_steps = 1: should be a valid boolean"),
-        ({"name": "diloco", "outer_lr": [0.7]}, "diloco.outer_lr = [0.7]: should be a valid number"),
+        (
+            {"name": "sync_sgd", "inner_steps": 3},
+            "sync_sgd.inner_steps: unknown key 'inner_steps'; there is nothing to set here",
+        ),
+        (
+            {"name": "diloco", "inner_steps": 0},
+            "diloco.inner_steps = 0: should be greater than or equal to 1",
+        ),
+        (
+            {"name": "halos", "accumulate": 0},
+            "halos.accumulate = 0: should be greater than or equal to 1",
+        ),
+        (
+            {"name": "halos", "merge_weight": 1.5},
+            "halos.merge_weight = 1.5: should be less than or equal to 1",
+        ),
+        (
+            {"name": "halos", "report_since": "start"},
+            "halos.report_since = 'start': should be 'merge' or 'send'",
+        ),
+        (
+            {"name": "noloco", "group_size": 0},
+            "noloco.group_size = 0: should be greater than or equal to 1",
+        ),
+        (
+            {"name": "diloco", "outer_momentum": 1.0},
+            "diloco.outer_momentum = 1.0: should be less than 1",
+        ),
+        (
+            {"name": "diloco", "outer_lr": float("nan")},
+            "diloco.outer_lr = nan: should be a finite number",
+        ),
+        (
+            {"name": "diloco", "inner_steps": "8"},
+            "diloco.inner_steps = '8': should be a valid integer",
+        ),
+        (
+            {"name": "diloco", "inner_steps": 8.0},
+            "diloco.inner_steps = 8.0: should be a valid integer",
+        ),
+        (
+            {"name": "diloco", "dynamic_steps": 1},
+            "diloco.dynamic_steps = 1: should be a valid boolean",
+        ),
+        (
+            {"name": "diloco", "outer_lr": [0.7]},
+            "diloco.outer_lr = [0.7]: should be a valid number",
+        ),
     ],
 )
-def test_a_methods_setting_is_known_of_its_type_and_possible(fields: dict[str, Any], text: str) -> None:
+def test_a_methods_setting_is_known_of_its_type_and_possible(
+    fields: dict[str, Any], text: str
+) -> None:
     assert problem({"method": fields}) == text
 
 
 def test_an_unknown_method_names_the_nearest() -> None:
     assert problem({"method": "halso"}) == (
-        "method = 'halso': allowed are async_local_sgd, diloco, halos, noloco, sync_sgd and files such as my_method.py "
+        "method = 'halso': allowed are async_local_sgd, diloco, halos, noloco, sync_sgd and files "
+        "such as my_method.py "
         "(did you mean 'halos'?)"
     )
 
 
 def test_a_method_of_ones_own_must_be_there() -> None:
-    assert problem({"method": "no/own.py"}) == f"method = 'no/own.py': there is no file 'no/own.py' (relative to {Path.cwd()})"
+    assert (
+        problem({"method": "no/own.py"})
+        == f"method = 'no/own.py': there is no file 'no/own.py' (relative to {Path.cwd()})"
+    )
 
 
 @pytest.mark.parametrize("lacking", ["Config", "build"])
@@ -405,8 +567,15 @@ def test_a_method_of_ones_own_must_be_whole(tmp_path: Path, lacking: str) -> Non
 @pytest.mark.parametrize(
     ("profile", "text"),
     [
-        ("pythia", "profile = 'pythia': allowed are pythia-70m-h100, measured (did you mean 'pythia-70m-h100'?)"),
-        ({"name": "pythia-70m-h100", "step_time_s": 0}, "profile.step_time_s = 0: should be greater than 0"),
+        (
+            "pythia",
+            "profile = 'pythia': allowed are pythia-70m-h100, measured (did you mean "
+            "'pythia-70m-h100'?)",
+        ),
+        (
+            {"name": "pythia-70m-h100", "step_time_s": 0},
+            "profile.step_time_s = 0: should be greater than 0",
+        ),
         ({"name": "mine", "step_time_s": 1.0}, "profile.model_bytes: this key is required"),
         (
             {"model_bytes": 3, "step_time_s": 1.0, "step_time": 1},
@@ -424,7 +593,9 @@ def test_a_profile_that_lacks_a_key_says_which() -> None:
 
 
 def test_the_name_of_a_profile_is_text() -> None:
-    assert problem(halos(profile={"name": ["a"], "model_bytes": 3, "step_time_s": 1.0})).startswith("profile.name = ['a']: ")
+    assert problem(halos(profile={"name": ["a"], "model_bytes": 3, "step_time_s": 1.0})).startswith(
+        "profile.name = ['a']: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -432,7 +603,8 @@ def test_the_name_of_a_profile_is_text() -> None:
     [
         (
             "sdtlib",
-            "task = 'sdtlib': allowed are none, stdlib, synthetic, text and your own 'file.py:function' (did you mean 'stdlib'?)",
+            "task = 'sdtlib': allowed are none, stdlib, synthetic, text and your own "
+            "'file.py:function' (did you mean 'stdlib'?)",
         ),
         ({"width": 0}, "task.width = 0: should be greater than or equal to 1"),
         ({"width": [1]}, "task.width = [1]: should be a valid integer"),
@@ -449,7 +621,10 @@ def test_a_tasks_setting_is_known_of_its_type_and_possible(task: Any, text: str)
 
 def test_an_unknown_setting_of_a_task_names_the_nearest_and_all() -> None:
     text = problem(halos(task={"name": "synthetic", "source": 2}))
-    assert text.startswith("task.source: unknown key 'source' (did you mean 'sources'?); allowed: name, layers, width, heads, ")
+    assert text.startswith(
+        "task.source: unknown key 'source' (did you mean 'sources'?); allowed: name, layers, "
+        "width, heads, "
+    )
     assert text.endswith(", vocabulary, sources")
 
 
@@ -467,7 +642,10 @@ def test_an_unknown_setting_of_a_task_names_the_nearest_and_all() -> None:
         ({"seed": True}, "run.seed = True: should be a valid integer"),
         ({"seconds": 0}, "run.seconds = 0: should be greater than 0"),
         ({"target_loss": float("inf")}, "run.target_loss = inf: should be a finite number"),
-        ({"steps": 5, "tokens": 6}, "run: steps = 5 and tokens = 6 are both given; give one of them"),
+        (
+            {"steps": 5, "tokens": 6},
+            "run: steps = 5 and tokens = 6 are both given; give one of them",
+        ),
     ],
 )
 def test_a_stop_rule_is_known_of_its_type_and_possible(run: dict[str, Any], text: str) -> None:

@@ -1,4 +1,6 @@
-"""Recipes and topologies that nobody would write: always a recipe or a `UserError` with a place, never another exception."""
+"""Recipes and topologies that nobody would write: always a recipe or a `UserError` with a place,
+never another exception.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,33 @@ from pydantic import BaseModel
 from archipel import experiment, methods
 from archipel.errors import UserError
 from archipel.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
-from archipel.recipe import KEYS, LiveConfig, PipelineConfig, Recipe, RunConfig, parse_recipe, read_recipe
+from archipel.recipe import (
+    KEYS,
+    LiveConfig,
+    PipelineConfig,
+    Recipe,
+    RunConfig,
+    parse_recipe,
+    read_recipe,
+)
 from archipel.screening import ScreeningConfig
 from archipel.task import CONFIGS
 from archipel.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
 
-WORDS = st.sampled_from([*KEYS, *methods.names(), *CONFIGS, *PRESETS, *PROFILES, "name", "measured", "regions", "a", "b"])
+WORDS = st.sampled_from(
+    [
+        *KEYS,
+        *methods.names(),
+        *CONFIGS,
+        *PRESETS,
+        *PROFILES,
+        "name",
+        "measured",
+        "regions",
+        "a",
+        "b",
+    ]
+)
 SCALARS = (
     st.none()
     | st.booleans()
@@ -30,7 +53,11 @@ SCALARS = (
     | st.dates()
     | WORDS
 )
-JUNK = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3), max_leaves=6)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3),
+    max_leaves=6,
+)
 FEW = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -42,10 +69,15 @@ def fields_of(*configs: type[BaseModel]) -> st.SearchStrategy[dict[Any, Any]]:
 
 METHODS = [methods.load(name).Config for name in methods.names()]
 LINKS = st.lists(fields_of(RegionLink, Link) | JUNK, max_size=2)
-REGIONS = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.lists(st.floats(0.01, 4), max_size=3) | JUNK, max_size=3)
+REGIONS = st.dictionaries(
+    st.sampled_from(["a", "b", "c"]), st.lists(st.floats(0.01, 4), max_size=3) | JUNK, max_size=3
+)
 SECTIONS = {
-    "method": WORDS | fields_of(*METHODS).flatmap(lambda keys: WORDS.map(lambda name: {"name": name, **keys})),
-    "topology": WORDS | fields_of(Topology) | st.fixed_dictionaries({"regions": REGIONS}, optional={"links": LINKS, "local": JUNK}),
+    "method": WORDS
+    | fields_of(*METHODS).flatmap(lambda keys: WORDS.map(lambda name: {"name": name, **keys})),
+    "topology": WORDS
+    | fields_of(Topology)
+    | st.fixed_dictionaries({"regions": REGIONS}, optional={"links": LINKS, "local": JUNK}),
     "profile": WORDS | fields_of(Profile),
     "task": WORDS | fields_of(*CONFIGS.values()),
     "pipeline": fields_of(PipelineConfig),
@@ -55,7 +87,11 @@ SECTIONS = {
     "bad_updates": fields_of(ScreeningConfig),
     "label": SCALARS,
 }
-WHOLE: dict[str, Any] = {"method": "noloco", "topology": {"regions": {"a": [1.0, 1.0]}}, "task": "none"}
+WHOLE: dict[str, Any] = {
+    "method": "noloco",
+    "topology": {"regions": {"a": [1.0, 1.0]}},
+    "task": "none",
+}
 
 
 def result_or_text(make: Callable[[], Recipe]) -> Recipe | str:
@@ -90,7 +126,12 @@ def test_one_section_that_is_wrong(name: str, data: st.DataObject) -> None:
 
 
 @FEW
-@given(st.fixed_dictionaries({"method": SECTIONS["method"]}, optional={key: SECTIONS[key] for key in KEYS if key != "method"}))
+@given(
+    st.fixed_dictionaries(
+        {"method": SECTIONS["method"]},
+        optional={key: SECTIONS[key] for key in KEYS if key != "method"},
+    )
+)
 def test_all_sections_at_once(fields: dict[Any, Any]) -> None:
     check(fields)
 
@@ -105,7 +146,10 @@ def test_any_file(content: str | bytes, tmp_path_factory: pytest.TempPathFactory
 
 
 @FEW
-@given(override=st.text(string.printable, max_size=20) | st.builds("{}.{}={}".format, WORDS, WORDS, st.text(max_size=5)))
+@given(
+    override=st.text(string.printable, max_size=20)
+    | st.builds("{}.{}={}".format, WORDS, WORDS, st.text(max_size=5))
+)
 def test_any_override(override: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "sound.yaml"
     path.write_text(yaml.safe_dump(WHOLE))

@@ -1,4 +1,6 @@
-"""`replica.py` against plain loops of torch: a worker's inner steps are what anybody would write, whoever else uses the replica."""
+"""`replica.py` against plain loops of torch: a worker's inner steps are what anybody would write,
+whoever else uses the replica.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ State = list[Tensor]
 
 def batches(shard: Shard, index: int) -> tuple[Tensor, Tensor]:
     """8 inputs of 6 numbers each, and 8 targets."""
-    draw = torch.Generator().manual_seed(1000 * shard.index + index + (7 if shard.split == "valid" else 0))
+    draw = torch.Generator().manual_seed(
+        1000 * shard.index + index + (7 if shard.split == "valid" else 0)
+    )
     return torch.randn(8, 6, generator=draw), torch.randn(8, 3, generator=draw)
 
 
@@ -127,8 +131,13 @@ def test_a_worker_trains_a_gpt_as_a_plain_loop(tmp_path: Path) -> None:
     def optimizer(module: nn.Module) -> torch.optim.Optimizer:
         matrices = [p for p in module.parameters() if p.ndim == 2]
         others = [p for p in module.parameters() if p.ndim != 2]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False
+        )
 
     theta, losses = trained(task, [5, 5])
     model, expected = plain_loop(replace(task, optimizer=optimizer), 10)
@@ -157,7 +166,9 @@ def test_what_was_trained_stands_in_the_vector_that_was_given() -> None:
 
 
 def scalar_task(gradient: float, **changes: Any) -> Task:
-    """One weight, 0 at the start, and a loss with a constant gradient; plain SGD of rate 1, no clip and no schedule."""
+    """One weight, 0 at the start, and a loss with a constant gradient; plain SGD of rate 1, no clip
+    and no schedule.
+    """
 
     def model() -> nn.Module:
         return nn.ParameterDict({"w": nn.Parameter(torch.zeros(1))})
@@ -165,12 +176,19 @@ def scalar_task(gradient: float, **changes: Any) -> Task:
     def loss(module: Any, batch: None) -> Tensor:
         return (gradient * module["w"]).sum()
 
-    task = Task(model, loss, lambda shard, index: None, lambda module: torch.optim.SGD(module.parameters(), lr=1.0))
+    task = Task(
+        model,
+        loss,
+        lambda shard, index: None,
+        lambda module: torch.optim.SGD(module.parameters(), lr=1.0),
+    )
     return replace(task, **{"gradient_clip": None, "schedule": None, **changes})
 
 
 def test_the_learning_rate_follows_the_common_progress() -> None:
-    """4 workers, 40 steps in all: each has 10, and step k of 3 from progress 8 is step 2 + k of them."""
+    """4 workers, 40 steps in all: each has 10, and step k of 3 from progress 8 is step 2 + k of
+    them.
+    """
     schedule = Schedule(warmup=0.4, final=0.1)
     replica = replica_of(scalar_task(1.0, schedule=schedule), total_steps=40, workers=4)
     theta = start(replica)
@@ -188,7 +206,9 @@ def test_a_long_gradient_is_clipped_and_a_short_one_is_not(gradient: float, move
 
 
 class Counting(torch.optim.Optimizer):
-    """SGD whose rate falls with a count that is a Python number, and a running sum that is replaced, not changed."""
+    """SGD whose rate falls with a count that is a Python number, and a running sum that is
+    replaced, not changed.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -206,7 +226,9 @@ class Counting(torch.optim.Optimizer):
 
 
 class Early(torch.optim.Optimizer):
-    """SGD with a running sum that starts at the weights, and a number that stays, both there before the first step."""
+    """SGD with a running sum that starts at the weights, and a number that stays, both there before
+    the first step.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -286,7 +308,9 @@ def test_the_state_is_a_flag_and_what_the_optimizer_keeps() -> None:
 
 
 class CountingByGroup(torch.optim.Optimizer):
-    """SGD whose rate falls with a count that all parameters share, kept as schedule-free optimizers keep theirs."""
+    """SGD whose rate falls with a count that all parameters share, kept as schedule-free optimizers
+    keep theirs.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1, "k": 0})
@@ -300,11 +324,15 @@ class CountingByGroup(torch.optim.Optimizer):
 
 
 def test_what_an_optimizer_keeps_in_its_groups_belongs_to_the_worker() -> None:
-    assert_trains_as_a_plain_loop(replace(TASK, optimizer=lambda module: CountingByGroup(module.parameters())))
+    assert_trains_as_a_plain_loop(
+        replace(TASK, optimizer=lambda module: CountingByGroup(module.parameters()))
+    )
 
 
 def test_making_a_replica_moves_no_weight() -> None:
-    """The step that finds out what the optimizer keeps is undone; AdamW's decay moves weights without any gradient."""
+    """The step that finds out what the optimizer keeps is undone; AdamW's decay moves weights
+    without any gradient.
+    """
     replica = replica_of(TASK)
     assert torch.equal(replica.layout.read(replica.module), start(replica))
 
@@ -334,7 +362,11 @@ def test_strided_parameters_train_as_in_a_plain_loop() -> None:
 
 
 def test_an_optimizer_that_makes_its_state_early_trains_strided_parameters() -> None:
-    assert_trains_as_a_plain_loop(replace(with_model(Strided), optimizer=lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1)))
+    assert_trains_as_a_plain_loop(
+        replace(
+            with_model(Strided), optimizer=lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1)
+        )
+    )
 
 
 def channels_last() -> nn.Module:
@@ -361,12 +393,16 @@ def test_frozen_parameters_stay_and_the_rest_trains_as_in_a_plain_loop() -> None
 
 
 def test_a_bf16_model_has_an_fp32_master() -> None:
-    """100 steps of 1e-4 from 1: each one alone is lost in bf16, whose numbers below 1 are 0.0039 apart."""
+    """100 steps of 1e-4 from 1: each one alone is lost in bf16, whose numbers below 1 are 0.0039
+    apart.
+    """
 
     def model() -> nn.Module:
         return nn.ParameterDict({"w": nn.Parameter(torch.ones(1, dtype=torch.bfloat16))})
 
-    task = scalar_task(1.0, model=model, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1e-4))
+    task = scalar_task(
+        1.0, model=model, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=1e-4)
+    )
     theta, losses = trained(task, [50, 50])
     assert theta.item() == pytest.approx(0.99, abs=1e-5)
     assert losses[-1] == torch.tensor(1 - 99e-4).bfloat16().item()
@@ -414,7 +450,9 @@ def test_batch_norm_trains_as_in_a_plain_loop_and_its_statistics_stand_in_the_ve
     assert_trains_as_a_plain_loop(task)
     theta, losses = trained(task, [4])
     model, _ = plain_loop(task, len(losses))
-    torch.testing.assert_close(theta[-10:], torch.cat([model[1].running_mean, model[1].running_var]))
+    torch.testing.assert_close(
+        theta[-10:], torch.cat([model[1].running_mean, model[1].running_var])
+    )
 
 
 def test_batches_that_a_norm_has_seen_are_counted_by_worker() -> None:
@@ -477,7 +515,9 @@ def test_a_gradient_is_autograds_and_is_not_clipped() -> None:
     replica.differentiate(fresh(replica), gradient, SHARD, 3)
     model = task.seeded_model(5)
     mse(model, batches(SHARD, 3)).backward()
-    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    expected = torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
     torch.testing.assert_close(gradient, expected)
 
 
@@ -490,8 +530,16 @@ def test_a_gradient_carries_the_new_buffers() -> None:
 
 
 def test_a_known_gradient_is_applied_with_its_buffers() -> None:
-    """The mean of several workers' gradients and buffers, none of which this replica has computed."""
-    replica = replica_of(replace(with_model(normed), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5), schedule=None))
+    """The mean of several workers' gradients and buffers, none of which this replica has
+    computed.
+    """
+    replica = replica_of(
+        replace(
+            with_model(normed),
+            optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.5),
+            schedule=None,
+        )
+    )
     theta, count = start(replica), replica.layout.parameters
     gradient = torch.full_like(theta, 0.01)
     expected = torch.cat([theta[:count] - 0.5 * 0.01, gradient[count:]])
@@ -559,13 +607,18 @@ def test_dropout_depends_on_the_run_the_worker_and_the_batch_alone() -> None:
     assert torch.equal(trained(task, [3])[0], first[0])
 
 
-@pytest.mark.parametrize(("shard", "cursor"), [(SHARD, 1), (OTHER, 0)], ids=["next batch", "other worker"])
-def test_dropout_differs_from_batch_to_batch_and_worker_to_worker(shard: Shard, cursor: int) -> None:
+@pytest.mark.parametrize(
+    ("shard", "cursor"), [(SHARD, 1), (OTHER, 0)], ids=["next batch", "other worker"]
+)
+def test_dropout_differs_from_batch_to_batch_and_worker_to_worker(
+    shard: Shard, cursor: int
+) -> None:
     """One batch for all, so that only the mask can differ."""
     task = replace(with_model(dropping), batches=lambda shard, index: batches(SHARD, 0))
     replica = replica_of(task)
     losses = [
-        replica.differentiate(fresh(replica), start(replica), shard, cursor) for shard, cursor in ((SHARD, 0), (shard, cursor))
+        replica.differentiate(fresh(replica), start(replica), shard, cursor)
+        for shard, cursor in ((SHARD, 0), (shard, cursor))
     ]
     assert losses[0] != losses[1]
 
@@ -601,19 +654,35 @@ def test_a_shard_without_data_is_named(shape: tuple[int, int]) -> None:
 
     def some(shard: Shard, index: int) -> Any:
         x, y = batches(shard, index)
-        return {"x": torch.empty(shape), "y": [torch.empty(0)]} if shard.index == OTHER.index else (x, y)
+        return (
+            {"x": torch.empty(shape), "y": [torch.empty(0)]}
+            if shard.index == OTHER.index
+            else (x, y)
+        )
 
     replica = replica_of(replace(TASK, batches=some))
     replica.train(fresh(replica), start(replica), SHARD, steps=1, progress=0, cursor=0)
     with pytest.raises(ValueError, match=r"is empty") as error:
         replica.train(fresh(replica), start(replica), OTHER, steps=1, progress=0, cursor=3)
-    assert str(error.value) == (f"batch 3 of shard {OTHER.index} of {OTHER.of} is empty; `batches` must give every shard some data")
+    assert str(error.value) == (
+        f"batch 3 of shard {OTHER.index} of {OTHER.of} is empty; `batches` must give every shard "
+        "some data"
+    )
 
 
 def test_validation_data_that_is_empty_is_named() -> None:
-    task = replace(TASK, batches=lambda shard, index: torch.empty(0) if shard.split == "valid" else batches(shard, index))
+    task = replace(
+        TASK,
+        batches=lambda shard, index: (
+            torch.empty(0) if shard.split == "valid" else batches(shard, index)
+        ),
+    )
     replica = replica_of(task)
-    with pytest.raises(ValueError, match=r"^batch 0 of the validation data is empty; `batches` must give every shard some data$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^batch 0 of the validation data is empty; `batches` must give every shard some "
+        r"data$",
+    ):
         replica.evaluate(start(replica))
 
 
@@ -629,7 +698,8 @@ def test_a_token_outside_the_vocabulary_is_named(token: int) -> None:
     with pytest.raises(IndexError) as error:
         replica.train(fresh(replica), start(replica), SHARD, steps=1, progress=0, cursor=0)
     assert str(error.value) == (
-        "an embedding has no such row: a token is outside the vocabulary, or a sequence longer than the context; "
+        "an embedding has no such row: a token is outside the vocabulary, or a sequence longer "
+        "than the context; "
         f"the numbers in the batch are from {min(1, token)} to {max(7, token)}"
     )
 
@@ -637,4 +707,6 @@ def test_a_token_outside_the_vocabulary_is_named(token: int) -> None:
 def test_another_index_that_is_out_of_range_is_told_as_it_is() -> None:
     task = replace(TASK, loss=lambda module, batch: batch[7])
     with pytest.raises(IndexError, match=r"^tuple index out of range$"):
-        replica_of(task).train(fresh(replica_of(task)), start(replica_of(task)), SHARD, steps=1, progress=0, cursor=0)
+        replica_of(task).train(
+            fresh(replica_of(task)), start(replica_of(task)), SHARD, steps=1, progress=0, cursor=0
+        )

@@ -18,13 +18,33 @@ from archipel import report
 from archipel.report import ReportError
 
 SUMMARY: dict[str, Any] = {
-    "method": "halos", "label": "halos", "seed": 0, "time_s": 40.0, "inner_steps": 400, "tokens": 4_000_000, "outer_steps": 8,
-    "local_updates": 80, "messages": 160, "sent_bytes": 9_000_000_000, "slow_link_bytes": 2_500_000_000, "idle_fraction": 0.125,
-    "final_loss": 2.0, "best_loss": 2.0, "workers": 2, "real": "gradients: stdlib, GPT 2x64 (140,000 parameters)",
-    "modelled": "clock: topology halos-4x4, profile pythia-70m-h100", "settings": {"inner_steps": 8, "outer_momentum": 0.5},
-    "changed": {}, "loss_name": "validation loss (nats per byte)", "entropy_rate": None, "wall_s": 1.5, "processes": 2,
-    "machine": "x86_64, 2 cores", "versions": {"archipel": "0.1.0", "torch": "2.13.0"}, "stopped": "steps",
-}  # fmt: skip
+    "method": "halos",
+    "label": "halos",
+    "seed": 0,
+    "time_s": 40.0,
+    "inner_steps": 400,
+    "tokens": 4_000_000,
+    "outer_steps": 8,
+    "local_updates": 80,
+    "messages": 160,
+    "sent_bytes": 9_000_000_000,
+    "slow_link_bytes": 2_500_000_000,
+    "idle_fraction": 0.125,
+    "final_loss": 2.0,
+    "best_loss": 2.0,
+    "workers": 2,
+    "real": "gradients: stdlib, GPT 2x64 (140,000 parameters)",
+    "modelled": "clock: topology halos-4x4, profile pythia-70m-h100",
+    "settings": {"inner_steps": 8, "outer_momentum": 0.5},
+    "changed": {},
+    "loss_name": "validation loss (nats per byte)",
+    "entropy_rate": None,
+    "wall_s": 1.5,
+    "processes": 2,
+    "machine": "x86_64, 2 cores",
+    "versions": {"archipel": "0.1.0", "torch": "2.13.0"},
+    "stopped": "steps",
+}
 
 
 def write_run(
@@ -36,16 +56,31 @@ def write_run(
     spread: float | None = None,
     **changes: Any,
 ) -> report.Run:
-    """A run directory whose evaluations are `every_s` apart, the first at time 0; what `report.load` makes of it."""
+    """A run directory whose evaluations are `every_s` apart, the first at time 0; what
+    `report.load` makes of it.
+    """
     directory.mkdir(parents=True)
     end_s = every_s * (len(losses) - 1)
     summary = SUMMARY | {"label": label, "time_s": end_s, "final_loss": losses[-1]} | changes
     evals = [
-        {"kind": "eval", "time_s": every_s * n, "inner_steps": 100 * n, "tokens": None if loss is None else 1_000_000 * n,
-         "outer_steps": 2 * n, "loss": loss, "replica_loss": None, "replica_std": spread, "sent_bytes": 0, "slow_link_bytes": 0}
+        {
+            "kind": "eval",
+            "time_s": every_s * n,
+            "inner_steps": 100 * n,
+            "tokens": None if loss is None else 1_000_000 * n,
+            "outer_steps": 2 * n,
+            "loss": loss,
+            "replica_loss": None,
+            "replica_std": spread,
+            "sent_bytes": 0,
+            "slow_link_bytes": 0,
+        }
         for n, loss in enumerate(losses)
-    ]  # fmt: skip
-    lines = [*evals, {"kind": "train", "time_s": 1.0, "node": "r0/w0", "steps": 5, "loss": 2.2, "lr": 0.001}]
+    ]
+    lines = [
+        *evals,
+        {"kind": "train", "time_s": 1.0, "node": "r0/w0", "steps": 5, "loss": 2.2, "lr": 0.001},
+    ]
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "r0"}},
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "r0/w0"}},
@@ -122,7 +157,11 @@ def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Run]) -
 
 def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(runs: list[report.Run]) -> None:
     rows = report.rows(runs, 2.05)
-    assert [(row["label"], row["reached"], row["seeds"]) for row in rows] == [("middle", 1, 1), ("fast", 1, 2), ("slow", 0, 1)]
+    assert [(row["label"], row["reached"], row["seeds"]) for row in rows] == [
+        ("middle", 1, 1),
+        ("fast", 1, 2),
+        ("slow", 0, 1),
+    ]
     assert [row["time_to_target_s"] for row in rows] == [150.0, 40.0, None]
     assert [row["speed_up"] for row in rows] == [1.0, None, None]
     text = printed(runs, 2.05)
@@ -134,7 +173,10 @@ def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Run], tmp_path:
     with pytest.raises(ReportError, match=r"^no runs to report$"):
         report.rows([], 2.0)
     other = write_run(tmp_path / "bits", "bits", [3.0, 2.0], loss_name="bits per byte")
-    message = r"^runs with different losses cannot share a report: bits per byte, validation loss \(nats per byte\)$"
+    message = (
+        r"^runs with different losses cannot share a report: bits per byte, validation loss "
+        r"\(nats per byte\)$"
+    )
     with pytest.raises(ReportError, match=message):
         report.rows([*runs, other], 2.0)
 
@@ -144,7 +186,10 @@ def test_json_holds_the_runs(runs: list[report.Run]) -> None:
     assert set(content) == {"runs", "target_loss", "real", "modelled"}
     assert content["target_loss"] == 2.2
     times = {(run["label"], run["seed"]): run["time_to_target_s"] for run in content["runs"]}
-    assert times == {(run.summary["label"], run.summary["seed"]): report.time_to_target_s(run, 2.2) for run in runs}
+    assert times == {
+        (run.summary["label"], run.summary["seed"]): report.time_to_target_s(run, 2.2)
+        for run in runs
+    }
 
 
 # Words
@@ -159,7 +204,8 @@ def test_table_in_full(runs: list[report.Run]) -> None:
         "slow 400.0 s 1.00× 2.200 4.00 M 2.50 GB 12.5%",
     ]
     assert " ".join(lines[4:]) == (
-        "Target: validation loss (nats per byte) 2.200, the loss that the worst of these runs ends at; "
+        "Target: validation loss (nats per byte) 2.200, the loss that the worst of these runs ends "
+        "at; "
         "the time is that of the first evaluation at or below it. "
         "Speed-up: times faster than the slowest method that reaches it. "
         "Tokens, bytes and idle time are of whole runs. "
@@ -169,18 +215,38 @@ def test_table_in_full(runs: list[report.Run]) -> None:
 
 def test_table_keeps_names_and_figures_whole_at_80_columns(tmp_path: Path) -> None:
     seeds = [[3.0, 2.0], [3.0, 2.2]]
-    made = [write_run(tmp_path / f"{n}", "diloco+dynamic_steps", losses, every_s=5000.0) for n, losses in enumerate(seeds)]
+    made = [
+        write_run(tmp_path / f"{n}", "diloco+dynamic_steps", losses, every_s=5000.0)
+        for n, losses in enumerate(seeds)
+    ]
     text = printed(made, 2.2, width=80)
-    for whole in ("diloco+dynamic_steps", "1:23:20", "2.100", "±0.141", "4.00 M", "2.50 GB", "12.5%"):
+    for whole in (
+        "diloco+dynamic_steps",
+        "1:23:20",
+        "2.100",
+        "±0.141",
+        "4.00 M",
+        "2.50 GB",
+        "12.5%",
+    ):
         assert whole in text
 
 
 @pytest.mark.parametrize(
     ("count", "shown"),
-    [(0, "0 B"), (999, "999 B"), (999_999, "1.00 MB"), (12_345_678, "12.3 MB"), (3.2e12, "3.20 TB"), (5e18, "5,000 PB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999_999, "1.00 MB"),
+        (12_345_678, "12.3 MB"),
+        (3.2e12, "3.20 TB"),
+        (5e18, "5,000 PB"),
+    ],
 )
 def test_bytes_have_three_digits(tmp_path: Path, count: float, shown: str) -> None:
-    assert f" {shown} " in printed([write_run(tmp_path / "run", "run", [3.0, 2.0], slow_link_bytes=count)], 2.0)
+    assert f" {shown} " in printed(
+        [write_run(tmp_path / "run", "run", [3.0, 2.0], slow_link_bytes=count)], 2.0
+    )
 
 
 def test_timing_only_runs_are_compared_by_time(tmp_path: Path) -> None:
@@ -196,30 +262,50 @@ def test_timing_only_runs_are_compared_by_time(tmp_path: Path) -> None:
     ]
     page = report.write([slow, fast], tmp_path / "out").read_text()
     assert "No losses to compare: this is about time and bytes." in page
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "timeline.png"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "report.html",
+        "timeline.png",
+    ]
 
 
-def test_headline_says_what_is_real_and_what_is_modelled(runs: list[report.Run], tmp_path: Path) -> None:
+def test_headline_says_what_is_real_and_what_is_modelled(
+    runs: list[report.Run], tmp_path: Path
+) -> None:
     modelled = "Modelled: clock – topology halos-4x4, profile pythia-70m-h100."
-    assert report.headline(runs) == f"Real: gradients – stdlib, GPT 2x64 (140,000 parameters). {modelled} 1 to 2 seeds."
+    assert (
+        report.headline(runs)
+        == f"Real: gradients – stdlib, GPT 2x64 (140,000 parameters). {modelled} 1 to 2 seeds."
+    )
     timing = write_run(tmp_path / "timing", "timing", [None, None], real="")
     assert report.headline([timing]) == f"Real: nothing was trained (task none). {modelled} 1 seed."
-    live = write_run(tmp_path / "live", "live", [3.0, 2.0], real="gradients and clock: 2 machines", modelled="")
-    assert report.headline([live]) == "Real: gradients and clock – 2 machines. Modelled: nothing. 1 seed."
+    live = write_run(
+        tmp_path / "live", "live", [3.0, 2.0], real="gradients and clock: 2 machines", modelled=""
+    )
+    assert (
+        report.headline([live])
+        == "Real: gradients and clock – 2 machines. Modelled: nothing. 1 seed."
+    )
 
 
 def test_changes_name_the_published_setting(tmp_path: Path) -> None:
     changed = {"outer_momentum": [0.5, 0.9], "dynamic_steps": [True, False]}
-    made = [write_run(tmp_path / f"{seed}", "diloco", [3.0, 2.0], seed=seed, changed=changed) for seed in range(2)]
+    made = [
+        write_run(tmp_path / f"{seed}", "diloco", [3.0, 2.0], seed=seed, changed=changed)
+        for seed in range(2)
+    ]
     made.append(write_run(tmp_path / "halos", "halos", [3.0, 2.0]))
-    assert report.changes(made) == ["diloco: outer_momentum 0.5 (published: 0.9) · dynamic_steps True (published: False)"]
+    assert report.changes(made) == [
+        "diloco: outer_momentum 0.5 (published: 0.9) · dynamic_steps True (published: False)"
+    ]
 
 
 # The page
 
 
 class Page(HTMLParser):
-    """Collects the tags, what they point to, and the text; fails on a tag that is not closed in order."""
+    """Collects the tags, what they point to, and the text; fails on a tag that is not closed in
+    order.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -232,7 +318,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.targets += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.targets += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "data", "action")
+        ]
         if tag not in ("meta", "img"):
             self.open.append(tag)
 
@@ -244,11 +334,24 @@ class Page(HTMLParser):
 
 
 def test_page_stands_alone_and_says_what_it_must(runs: list[report.Run], tmp_path: Path) -> None:
-    tuned = write_run(tmp_path / "t", "tuned", [3.0, 2.0], changed={"outer_momentum": [0.5, 0.9]}, spread=0.01, entropy_rate=1.5)
+    tuned = write_run(
+        tmp_path / "t",
+        "tuned",
+        [3.0, 2.0],
+        changed={"outer_momentum": [0.5, 0.9]},
+        spread=0.01,
+        entropy_rate=1.5,
+    )
     out = tmp_path / "out"
     path = report.write([*runs, tuned], out, target=2.1)
     assert path == out / "report.html"
-    names = ["loss_vs_time.png", "loss_vs_tokens.png", "replica_spread.png", "report.html", "timeline.png"]
+    names = [
+        "loss_vs_time.png",
+        "loss_vs_tokens.png",
+        "replica_spread.png",
+        "report.html",
+        "timeline.png",
+    ]
     assert sorted(path.name for path in out.iterdir()) == names
     for picture in out.glob("*.png"):
         height, width, _ = imread(picture).shape
@@ -261,7 +364,11 @@ def test_page_stands_alone_and_says_what_it_must(runs: list[report.Run], tmp_pat
     assert all(target.startswith("data:image/png;base64,") for target in page.targets)
     text = " ".join(page.words)
     finding = "tuned reaches the target loss first, after 10.0 s; middle takes 10.0× as long."
-    assert text.index("Real: gradients – stdlib") < text.index(finding) < text.index("method time to loss 2.100")
+    assert (
+        text.index("Real: gradients – stdlib")
+        < text.index(finding)
+        < text.index("method time to loss 2.100")
+    )
     assert "outer_momentum 0.5 (published: 0.9) inner_steps 8" in text
     assert "2.100, as asked for;" in text
     assert "times slower than the fastest" in text
@@ -272,7 +379,13 @@ def test_page_stands_alone_and_says_what_it_must(runs: list[report.Run], tmp_pat
 def test_strings_from_a_run_stay_text(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script> & $x^2 [bold]"
     run = write_run(
-        tmp_path / "run", evil, [3.0, 2.0], machine=evil, settings={evil: evil}, changed={"a": ["<b>", "<i>"]}, real=evil
+        tmp_path / "run",
+        evil,
+        [3.0, 2.0],
+        machine=evil,
+        settings={evil: evil},
+        changed={"a": ["<b>", "<i>"]},
+        real=evil,
     )
     path = report.write([run], tmp_path / "out")
     assert "script" not in Page(path).tags
@@ -310,7 +423,10 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ReportError) as error:
         report.load(tmp_path / "nowhere")
     path = tmp_path / "nowhere" / "summary.json"
-    assert str(error.value) == f"{path} is missing: the run has not finished, or this is not a run directory"
+    assert (
+        str(error.value)
+        == f"{path} is missing: the run has not finished, or this is not a run directory"
+    )
     write_run(tmp_path / "run", "run", [3.0])
     (tmp_path / "run" / "metrics.jsonl").unlink()
     with pytest.raises(ReportError, match=r"run/metrics\.jsonl is missing: "):
@@ -321,12 +437,16 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     run = write_run(directory, "run", [3.0, 2.0])
     (directory / "trace.json").write_text('{"traceEvents": [')
-    with pytest.raises(ReportError, match=r"run/trace\.json is not JSON: Expecting value: line 1 column 18"):
+    with pytest.raises(
+        ReportError, match=r"run/trace\.json is not JSON: Expecting value: line 1 column 18"
+    ):
         report.write([run], tmp_path / "out")
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "ev')
     with pytest.raises(
-        ReportError, match=r"run/metrics\.jsonl, line 4, is not JSON: Unterminated string starting at: line 1 column 10"
+        ReportError,
+        match=r"run/metrics\.jsonl, line 4, is not JSON: Unterminated string starting at: line 1 "
+        r"column 10",
     ):
         report.load(directory)
     (directory / "summary.json").write_text('{"label": "run"}')
@@ -340,8 +460,12 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
         report.load(directory)
 
 
-def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_starting(tmp_path: Path) -> None:
-    """A run that ends above where it started sets such a target; it is met at the first evaluation after the start."""
+def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_starting(
+    tmp_path: Path,
+) -> None:
+    """A run that ends above where it started sets such a target; it is met at the first evaluation
+    after the start.
+    """
     worse = write_run(tmp_path / "worse", "worse", [3.0, 1.0, 9.0])
     better = write_run(tmp_path / "better", "better", [3.0, 2.0, 1.0], every_s=40.0)
     target = report.target_loss([worse, better])
@@ -355,7 +479,9 @@ def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_startin
 
 def in_folder(folder: Path, label: str, seed: int, recipe: str) -> report.Run:
     run = write_run(folder / f"{label}-seed{seed}", label, [3.0, 2.0], seed=seed)
-    (run.directory / "recipe.yaml").write_text(f"label: {label}\n{recipe}run:\n  steps: 100\n  seed: {seed}\n")
+    (run.directory / "recipe.yaml").write_text(
+        f"label: {label}\n{recipe}run:\n  steps: 100\n  seed: {seed}\n"
+    )
     return run
 
 
@@ -363,8 +489,12 @@ def labels(runs: list[report.Run]) -> list[str]:
     return [run.summary["label"] for run in report.distinguish(runs)]
 
 
-def test_seeds_of_one_experiment_keep_their_label_and_a_run_given_twice_counts_once(tmp_path: Path) -> None:
-    runs = [in_folder(tmp_path / "a", "halos", seed, "method: {accumulate: 8}\n") for seed in (0, 1)]
+def test_seeds_of_one_experiment_keep_their_label_and_a_run_given_twice_counts_once(
+    tmp_path: Path,
+) -> None:
+    runs = [
+        in_folder(tmp_path / "a", "halos", seed, "method: {accumulate: 8}\n") for seed in (0, 1)
+    ]
     assert labels([*runs, runs[0]]) == ["halos", "halos"]
 
 
@@ -375,28 +505,54 @@ def test_runs_of_other_settings_are_told_apart_by_their_folders(tmp_path: Path) 
 
 
 def test_one_seed_run_twice_is_told_apart_too(tmp_path: Path) -> None:
-    assert labels([in_folder(tmp_path / name, "halos", 0, "") for name in "ab"]) == ["halos (a)", "halos (b)"]
+    assert labels([in_folder(tmp_path / name, "halos", 0, "") for name in "ab"]) == [
+        "halos (a)",
+        "halos (b)",
+    ]
 
 
 def test_runs_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
-    runs = [in_folder(tmp_path / name / "same", "halos", 0, f"method: {{accumulate: {i}}}\n") for i, name in enumerate("ab", 1)]
-    text = r"^the runs called 'halos \(same\)' are not seeds of one experiment; put them in folders of different names$"
+    runs = [
+        in_folder(tmp_path / name / "same", "halos", 0, f"method: {{accumulate: {i}}}\n")
+        for i, name in enumerate("ab", 1)
+    ]
+    text = (
+        r"^the runs called 'halos \(same\)' are not seeds of one experiment; put them in "
+        r"folders of different names$"
+    )
     with pytest.raises(ReportError, match=text):
         report.distinguish(runs)
 
 
 def test_clocks_are_not_compared_and_interrupted_runs_set_no_target(tmp_path: Path) -> None:
-    """A live run's seconds are measured, a simulated one's modelled: each is compared within its kind only."""
+    """A live run's seconds are measured, a simulated one's modelled: each is compared within its
+    kind only.
+    """
     slow = write_run(tmp_path / "sim" / "slow", "slow", [3.0, 2.0], clock="modelled")
     fast = write_run(tmp_path / "sim" / "fast", "fast", [3.0, 1.9], clock="modelled", every_s=5.0)
     live = write_run(tmp_path / "live" / "slow", "slow", [3.0, 2.0], clock="measured", modelled="")
-    cut = write_run(tmp_path / "cut" / "slow", "slow", [3.0, 2.9], clock="measured", modelled="", stopped="interrupted")
+    cut = write_run(
+        tmp_path / "cut" / "slow",
+        "slow",
+        [3.0, 2.9],
+        clock="measured",
+        modelled="",
+        stopped="interrupted",
+    )
     runs = report.distinguish([slow, fast, live, cut])
-    assert [run.summary["label"] for run in runs] == ["slow", "fast", "slow (live)", "slow (live, interrupted)"]
+    assert [run.summary["label"] for run in runs] == [
+        "slow",
+        "fast",
+        "slow (live)",
+        "slow (live, interrupted)",
+    ]
     target = report.target_loss(runs)
     assert target == 2.0
     speed_up = {row["label"]: row["speed_up"] for row in report.rows(runs, target)}
     assert speed_up["slow (live)"] == 1.0
     assert speed_up["slow (live, interrupted)"] is None
     assert speed_up["fast"] > speed_up["slow"] == 1.0
-    assert report.as_json(runs, target)["modelled"] == "clock: topology halos-4x4, profile pythia-70m-h100"
+    assert (
+        report.as_json(runs, target)["modelled"]
+        == "clock: topology halos-4x4, profile pythia-70m-h100"
+    )

@@ -26,7 +26,11 @@ def task_called(name: str) -> Task:
     if name == "linear":
         return linear_task()
     sizes = {"layers": 2, "width": 8, "heads": 2, "sequence": 8, "batch_size": 4, "vocabulary": 16}
-    return make_task(parse_recipe({"method": "noloco", "task": {"name": "synthetic", "tied": name == "tied", **sizes}}).task)
+    return make_task(
+        parse_recipe(
+            {"method": "noloco", "task": {"name": "synthetic", "tied": name == "tied", **sizes}}
+        ).task
+    )
 
 
 def calls(replica: Any, start: Tensor) -> tuple[Tensor, list[float]]:
@@ -69,7 +73,9 @@ def process(name: str, rank: int, folder: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "tied", "untied"])
 def test_two_processes_take_the_steps_of_one(name: str, tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=process, args=(name, rank, str(tmp_path))) for rank in range(2)]
+    processes = [
+        spawn.Process(target=process, args=(name, rank, str(tmp_path))) for rank in range(2)
+    ]
     for one in processes:
         one.start()
     for one in processes:
@@ -80,7 +86,12 @@ def test_two_processes_take_the_steps_of_one(name: str, tmp_path: Path) -> None:
     found, its_losses, held, told = torch.load(tmp_path / "0.pt")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert its_losses == pytest.approx(losses, rel=1e-5)
-    assert told == [("train", (6, 3, 0)), ("differentiate", (6,)), ("apply", (15,)), ("train", (3, 17, 7))]
+    assert told == [
+        ("train", (6, 3, 0)),
+        ("differentiate", (6,)),
+        ("apply", (15,)),
+        ("train", (3, 17, 7)),
+    ]
     rest = torch.load(tmp_path / "1.pt")
     assert held + rest == len(expected)  # together they hold the model, and neither has all of it
     assert 0 < rest < len(expected)

@@ -20,7 +20,9 @@ TINY = Profile(name="tiny", model_bytes=1_000_000, step_time_s=1.0)
 
 def two_regions(**fields: object) -> Topology:
     link = RegionLink(between=("a", "b"), **({"bandwidth_gbit_s": 0.008} | fields))
-    return Topology(regions={"a": [1.0], "b": [1.0, 0.5]}, links=[link], local=Link(bandwidth_gbit_s=0.08))
+    return Topology(
+        regions={"a": [1.0], "b": [1.0, 0.5]}, links=[link], local=Link(bandwidth_gbit_s=0.08)
+    )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,7 +59,15 @@ class Scripted(Actor):
 
 
 def run(actors: list[Actor], topology: Topology, stop: Stop, trainer: object = None):
-    sim = simulator("", trainer or Quadratic(), topology=topology, actors=actors, theta=torch.zeros(8), profile=TINY, stop=stop)
+    sim = simulator(
+        "",
+        trainer or Quadratic(),
+        topology=topology,
+        actors=actors,
+        theta=torch.zeros(8),
+        profile=TINY,
+        stop=stop,
+    )
     return sim, sim.run()
 
 
@@ -66,7 +76,11 @@ def test_a_message_takes_bytes_over_bandwidth_and_training_takes_steps_over_spee
     b = Scripted(me=B, script={"Parcel": lambda ctx, _: ctx.train(torch.zeros(8), 3, 0)})
     c = Scripted(me=C, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 2, 0)})
     sim, _ = run([a, b, c], two_regions(), Stop(steps=5))
-    assert b.heard == [(0.0, "Start from b/w0"), (1.0, "Parcel from a/w0"), (4.0, "Trained from b/w0")]
+    assert b.heard == [
+        (0.0, "Start from b/w0"),
+        (1.0, "Parcel from a/w0"),
+        (4.0, "Trained from b/w0"),
+    ]
     assert c.heard[-1] == (4.0, "Trained from b/w1")
     assert sim.now == 4.0
 
@@ -97,7 +111,9 @@ def test_jitter_never_reorders_messages_between_two_nodes() -> None:
 
 
 def test_gradients_are_waited_for_only_when_they_are_due() -> None:
-    """All workers' jobs are handed over before the first result is asked for, and results are asked for in virtual order."""
+    """All workers' jobs are handed over before the first result is asked for, and results are asked
+    for in virtual order.
+    """
     log: list[str] = []
 
     class Lazy(Quadratic):
@@ -112,9 +128,19 @@ def test_gradients_are_waited_for_only_when_they_are_due() -> None:
 
             return Promise()
 
-    actors = [Scripted(me=node, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 1, 0)}) for node in (C, A, B)]
+    actors = [
+        Scripted(me=node, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 1, 0)})
+        for node in (C, A, B)
+    ]
     run(actors, two_regions(), Stop(steps=3), Lazy())
-    assert log == ["give b/w1 due 2", "give a/w0 due 1", "give b/w0 due 1", "take a/w0", "take b/w0", "take b/w1"]
+    assert log == [
+        "give b/w1 due 2",
+        "give a/w0 due 1",
+        "give b/w0 due 1",
+        "take a/w0",
+        "take b/w0",
+        "take b/w1",
+    ]
 
 
 def test_an_all_reduce_starts_when_the_last_member_calls_and_gives_all_the_mean() -> None:
@@ -127,15 +153,26 @@ def test_an_all_reduce_starts_when_the_last_member_calls_and_gives_all_the_mean(
             "Reduced": lambda ctx, reduced: means.append(float(reduced.mean[0])),
         }
 
-    actors = [Scripted(me=node, script=script(value)) for node, value in ((A, 1.0), (B, 2.0), (C, 6.0))]
+    actors = [
+        Scripted(me=node, script=script(value)) for node, value in ((A, 1.0), (B, 2.0), (C, 6.0))
+    ]
     sim = simulator(
-        "", Quadratic(), topology=two_regions(), actors=actors, theta=torch.zeros(8), profile=TINY, stop=Stop(seconds=100)
+        "",
+        Quadratic(),
+        topology=two_regions(),
+        actors=actors,
+        theta=torch.zeros(8),
+        profile=TINY,
+        stop=Stop(seconds=100),
     )
     with pytest.raises(TrainingError, match="deadlock"):
         sim.run()
     assert means == [3.0, 3.0, 3.0]
-    # The slowest trains until 2 s; then 2·(3 − 1) steps of a third of 1 MB over the slow link at 1 MB/s.
-    assert [time for time, heard in actors[0].heard if heard.startswith("Reduced")] == [pytest.approx(2 + 4 / 3)]
+    # The slowest trains until 2 s; then 2·(3 − 1) steps of a third of 1 MB over the slow link at 1
+    # MB/s.
+    assert [time for time, heard in actors[0].heard if heard.startswith("Reduced")] == [
+        pytest.approx(2 + 4 / 3)
+    ]
 
 
 def test_a_deadlock_names_who_waits_for_what() -> None:
@@ -151,16 +188,28 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
 
 def test_a_noloco_worker_in_a_deadlock_names_its_peer() -> None:
     """Its peer is left out of the run after it has been drawn."""
-    sim = simulator("noloco", Quadratic(), topology=Topology(regions={"a": [1.0, 1.0]}), settings={"inner_steps": 2})
+    sim = simulator(
+        "noloco",
+        Quadratic(),
+        topology=Topology(regions={"a": [1.0, 1.0]}),
+        settings={"inner_steps": 2},
+    )
     silent = Scripted(me=NodeId("a", "w1"))
     sim.actors[silent.me] = silent
-    with pytest.raises(TrainingError, match=r"a/w0 waits for the exchange of outer step 0 from a/w1, a/w1 waits for a message$"):
+    with pytest.raises(
+        TrainingError,
+        match=r"a/w0 waits for the exchange of outer step 0 from a/w1, a/w1 waits for a message$",
+    ):
         sim.run()
 
 
 def test_a_message_to_nobody_is_an_error() -> None:
-    a = Scripted(me=A, script={"Start": lambda ctx, _: ctx.send(NodeId("b", "nobody"), Note("hello"))})
-    with pytest.raises(TrainingError, match=r"^a/w0 sent Note to b/nobody, and there is no such node$"):
+    a = Scripted(
+        me=A, script={"Start": lambda ctx, _: ctx.send(NodeId("b", "nobody"), Note("hello"))}
+    )
+    with pytest.raises(
+        TrainingError, match=r"^a/w0 sent Note to b/nobody, and there is no such node$"
+    ):
         run([a], two_regions(), Stop(steps=1))
 
 
@@ -174,7 +223,9 @@ def test_training_twice_at_once_is_an_error() -> None:
 
 
 def test_two_transfers_share_a_link_fairly_and_one_has_it_alone_again() -> None:
-    """1 MB and 1 MB half a second later at 1 MB/s: the first ends at 1.5 s, the second at 2 s. Unshared: 1 s and 1.5 s."""
+    """1 MB and 1 MB half a second later at 1 MB/s: the first ends at 1.5 s, the second at 2 s.
+    Unshared: 1 s and 1.5 s.
+    """
     arrivals: dict[str, list[float]] = {}
     for sharing in ("fair", "none"):
         topology = two_regions().model_copy(update={"sharing": sharing})
@@ -184,26 +235,37 @@ def test_two_transfers_share_a_link_fairly_and_one_has_it_alone_again() -> None:
             ctx.send(A, Parcel(torch.zeros(8)))
 
         b = Scripted(me=B, script={"Start": later})
-        c = Scripted(me=C, script={"Start": lambda ctx, _: ctx.after(0.5, Note("go")), "Note": later})
+        c = Scripted(
+            me=C, script={"Start": lambda ctx, _: ctx.after(0.5, Note("go")), "Note": later}
+        )
         a = Scripted(me=A, script={"Parcel": lambda ctx, _, times=times: times.append(ctx.now)})
         a.script["Start"] = lambda ctx, _: ctx.train(torch.zeros(8), 50, 0)
         run([a, b, c], topology, Stop(steps=50))
-    assert arrivals == {"fair": [pytest.approx(1.5), pytest.approx(2.0)], "none": [pytest.approx(1.0), pytest.approx(1.5)]}
+    assert arrivals == {
+        "fair": [pytest.approx(1.5), pytest.approx(2.0)],
+        "none": [pytest.approx(1.0), pytest.approx(1.5)],
+    }
 
 
 def test_transfers_in_opposite_directions_do_not_share() -> None:
     topology = two_regions().model_copy(update={"sharing": "fair"})
     times: list[float] = []
     script = {"Parcel": lambda ctx, _: times.append(ctx.now)}
-    a = Scripted(me=A, script={**script, "Start": lambda ctx, _: ctx.send(B, Parcel(torch.zeros(8)))})
-    b = Scripted(me=B, script={**script, "Start": lambda ctx, _: ctx.send(A, Parcel(torch.zeros(8)))})
+    a = Scripted(
+        me=A, script={**script, "Start": lambda ctx, _: ctx.send(B, Parcel(torch.zeros(8)))}
+    )
+    b = Scripted(
+        me=B, script={**script, "Start": lambda ctx, _: ctx.send(A, Parcel(torch.zeros(8)))}
+    )
     c = Scripted(me=C, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 50, 0)})
     run([a, b, c], topology, Stop(steps=50))
     assert times == [pytest.approx(1.0)] * 2
 
 
 def test_a_run_ends_at_its_seconds() -> None:
-    sim = simulator("diloco", Quadratic(), topology="halos-4x4", stop=Stop(steps=10**9, seconds=300.0))
+    sim = simulator(
+        "diloco", Quadratic(), topology="halos-4x4", stop=Stop(steps=10**9, seconds=300.0)
+    )
     assert sim.run() == "seconds"
     assert sim.now == 300.0
     assert sim.outer_steps() == 3  # rounds of 97.9 s
@@ -211,7 +273,9 @@ def test_a_run_ends_at_its_seconds() -> None:
 
 def test_a_run_ends_at_its_target_loss() -> None:
     trainer = Quadratic()
-    sim = simulator("diloco", trainer, topology="halos-4x4", stop=Stop(10**9, None, 1e-3), evaluate_every=1)
+    sim = simulator(
+        "diloco", trainer, topology="halos-4x4", stop=Stop(10**9, None, 1e-3), evaluate_every=1
+    )
     assert sim.run() == "target_loss"
     losses = [evaluation.loss for evaluation in sim.recorder.evaluations]
     assert losses[-1] <= 1e-3
@@ -224,17 +288,28 @@ def test_evaluations_lie_at_equal_marks() -> None:
     steps = [evaluation.inner_steps for evaluation in sim.recorder.evaluations]
     assert steps[0] == 0
     # Each is the first model that has absorbed the mark.
-    assert all(mark <= step < mark + 1000 for mark, step in zip(range(0, 10_001, 1000), steps, strict=True))
+    assert all(
+        mark <= step < mark + 1000 for mark, step in zip(range(0, 10_001, 1000), steps, strict=True)
+    )
 
 
 def test_the_spread_of_replicas_is_the_published_one() -> None:
-    sim = simulator("noloco", Quadratic(), topology="halos-4x4", settings={"inner_steps": 5}, steps=400, evaluate_every=100)
+    sim = simulator(
+        "noloco",
+        Quadratic(),
+        topology="halos-4x4",
+        settings={"inner_steps": 5},
+        steps=400,
+        evaluate_every=100,
+    )
     for i, actor in enumerate(sim.actors.values()):
         actor.phi += i
     sim.run()
     parts = torch.stack(sim.parts())
     last = sim.recorder.evaluations[-1]
-    assert last.replica_std == pytest.approx(float((parts - parts.mean(dim=0)).square().mean().sqrt()), rel=1e-5)
+    assert last.replica_std == pytest.approx(
+        float((parts - parts.mean(dim=0)).square().mean().sqrt()), rel=1e-5
+    )
     assert last.loss == pytest.approx(float(model_of(sim).square().sum() / 2), rel=1e-5)
     assert last.replica_loss == pytest.approx(float(parts.square().sum(dim=1).mean() / 2), rel=1e-5)
 
@@ -249,23 +324,35 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_when() -> None:
             return Promise()
 
     sim = simulator("diloco", Exploding())
-    with pytest.raises(Diverged) as error, pytest.warns(UserWarning, match=r"after 7\.6 s; it is restarted from the newest model$"):
+    with (
+        pytest.raises(Diverged) as error,
+        pytest.warns(UserWarning, match=r"after 7\.6 s; it is restarted from the newest model$"),
+    ):
         sim.run()
     assert str(error.value) == (
-        "worker r0/w0: the training loss is nan at its inner step 0, after 22.9 s on the virtual clock, 3 times in a row; "
+        "worker r0/w0: the training loss is nan at its inner step 0, after 22.9 s on the virtual "
+        "clock, 3 times in a row; "
         "try a lower learning rate"
     )
 
 
 def test_a_run_whose_model_never_changes_is_stopped() -> None:
     """K larger than all updates of the run: the local server would never report."""
-    sim = simulator("halos", Quadratic(), topology="halos-4x4", settings={"accumulate": 10**9}, steps=100)
-    with pytest.raises(UserError, match=r"^the workers have taken 1,0\d\d inner steps since the model to take home last changed"):
+    sim = simulator(
+        "halos", Quadratic(), topology="halos-4x4", settings={"accumulate": 10**9}, steps=100
+    )
+    with pytest.raises(
+        UserError,
+        match=r"^the workers have taken 1,0\d\d inner steps since the model to take home last "
+        r"changed",
+    ):
         sim.run()
 
 
 def test_one_long_round_is_no_such_run() -> None:
-    sim = simulator("diloco", Quadratic(), topology="halos-4x4", settings={"inner_steps": 1000}, steps=100)
+    sim = simulator(
+        "diloco", Quadratic(), topology="halos-4x4", settings={"inner_steps": 1000}, steps=100
+    )
     sim.run()
     assert sim.absorbed == 16_000
 
@@ -291,7 +378,13 @@ def test_random_numbers_of_a_node_depend_on_the_seed_and_the_node_alone() -> Non
 
 def test_the_profile_counts_each_vector_of_a_message() -> None:
     """NoLoCo's exchange carries two vectors, and one worker left alone sends nothing."""
-    sim = simulator("noloco", Quadratic(), topology=Topology(regions={"a": [1.0] * 3}), settings={"inner_steps": 1}, steps=3)
+    sim = simulator(
+        "noloco",
+        Quadratic(),
+        topology=Topology(regions={"a": [1.0] * 3}),
+        settings={"inner_steps": 1},
+        steps=3,
+    )
     sim.run()
     assert sim.recorder.sent_bytes == sim.recorder.messages * 2 * PROFILE.model_bytes
     assert sim.recorder.messages == 2

@@ -1,4 +1,6 @@
-"""`live/stage.py`: stages that are processes of their own compute what `pipeline.Stages` computes in one."""
+"""`live/stage.py`: stages that are processes of their own compute what `pipeline.Stages` computes
+in one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def task_called(name: str) -> Task:
     if name == "linear":
         return linear_task()
     sizes = {"layers": 2, "width": 8, "heads": 2, "sequence": 8, "batch_size": 4, "vocabulary": 16}
-    recipe = parse_recipe({"method": "noloco", "task": {"name": "synthetic", "tied": False, **sizes}})
+    recipe = parse_recipe(
+        {"method": "noloco", "task": {"name": "synthetic", "tied": False, **sizes}}
+    )
     return make_task(recipe.task)
 
 
@@ -51,8 +55,18 @@ def node(name: str, shape: Pipeline, rank: int, folder: str, absent: bool) -> No
     """A process: one stage; leaves its weights, losses and counts in `folder`."""
     torch.set_num_threads(1)
     world = shape.stages * shape.replicas
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    stage = Stage(task_called(name), Run(40, shape.replicas, SEED), CPU, shape, rank, shards_of(["a"] * shape.replicas, SEED), 20)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    stage = Stage(
+        task_called(name),
+        Run(40, shape.replicas, SEED),
+        CPU,
+        shape,
+        rank,
+        shards_of(["a"] * shape.replicas, SEED),
+        20,
+    )
     _, theta = fresh(stage.replica, stage.me)
     if absent and rank == 1:
         return
@@ -62,14 +76,19 @@ def node(name: str, shape: Pipeline, rank: int, folder: str, absent: bool) -> No
     except TrainingError as error:
         (Path(folder) / f"{rank}.error").write_text(str(error))
         return
-    torch.save((theta, losses, stage.messages, stage.sent_bytes, stage.slow_link_bytes), f"{folder}/{rank}.pt")
+    torch.save(
+        (theta, losses, stage.messages, stage.sent_bytes, stage.slow_link_bytes),
+        f"{folder}/{rank}.pt",
+    )
     dist.barrier()  # so that nobody closes a connection that another one still uses
 
 
 def run_nodes(name: str, shape: Pipeline, folder: Path, absent: bool = False) -> None:
     spawn = multiprocessing.get_context("spawn")
     ranks = range(shape.stages * shape.replicas)
-    processes = [spawn.Process(target=node, args=(name, shape, rank, str(folder), absent)) for rank in ranks]
+    processes = [
+        spawn.Process(target=node, args=(name, shape, rank, str(folder), absent)) for rank in ranks
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -82,13 +101,23 @@ def run_nodes(name: str, shape: Pipeline, folder: Path, absent: bool = False) ->
     ("name", "stages", "replicas", "routing"),
     [("linear", 2, 2, "random"), ("gpt", 3, 1, "fixed"), ("gpt", 2, 2, "random")],
 )
-def test_processes_compute_what_one_process_does(name: str, stages: int, replicas: int, routing: str, tmp_path: Path) -> None:
+def test_processes_compute_what_one_process_does(
+    name: str, stages: int, replicas: int, routing: str, tmp_path: Path
+) -> None:
     shape, task = pipe(stages, replicas, routing), task_called(name)
     run_nodes(name, shape, tmp_path)
     together = Stages(task, Run(40, replicas, SEED), CPU, shape)
     nodes = [fresh(one, q) for row in together.replicas for q, one in enumerate(row)]
     states, thetas = [state for state, _ in nodes], [theta for _, theta in nodes]
-    losses = together.train(range(replicas), states, thetas, shards_of(["a"] * replicas, SEED), STEPS, [0] * len(nodes), 0)
+    losses = together.train(
+        range(replicas),
+        states,
+        thetas,
+        shards_of(["a"] * replicas, SEED),
+        STEPS,
+        [0] * len(nodes),
+        0,
+    )
     left = {rank: torch.load(tmp_path / f"{rank}.pt") for rank in range(stages * replicas)}
     for i, theta in enumerate(thetas):
         k, q = divmod(i, replicas)

@@ -28,7 +28,9 @@ def test_it_asks_a_question(name: str) -> None:
 
 def test_an_unknown_study_names_the_nearest() -> None:
     with pytest.raises(
-        UserError, match=r"^study 'noloco-spred': allowed are .*noloco-spread.* \(did you mean 'noloco-spread'\?\)$"
+        UserError,
+        match=r"^study 'noloco-spred': allowed are .*noloco-spread.* \(did you mean "
+        r"'noloco-spread'\?\)$",
     ):
         studies.load("noloco-spred")
 
@@ -36,14 +38,18 @@ def test_an_unknown_study_names_the_nearest() -> None:
 def test_pearson_is_the_covariance_over_both_deviations() -> None:
     x, y = np.array([1.0, 2.0, 3.0, 5.0]), np.array([2.0, 1.0, 4.0, 4.0])
     dx, dy = x - 2.75, y - 2.75
-    assert noloco_spread.pearson(x, y) == pytest.approx((dx @ dy) / math.sqrt((dx @ dx) * (dy @ dy)))
+    assert noloco_spread.pearson(x, y) == pytest.approx(
+        (dx @ dy) / math.sqrt((dx @ dx) * (dy @ dy))
+    )
 
 
 def test_the_interval_of_three_correlations_by_hand() -> None:
     z = [math.atanh(r) for r in (0.8, 0.9, 0.95)]
     mean = sum(z) / 3
     half = 4.303 * math.sqrt(sum((value - mean) ** 2 for value in z) / 2) / math.sqrt(3)
-    assert noloco_spread.confidence_interval([0.8, 0.9, 0.95]) == pytest.approx((math.tanh(mean - half), math.tanh(mean + half)))
+    assert noloco_spread.confidence_interval([0.8, 0.9, 0.95]) == pytest.approx(
+        (math.tanh(mean - half), math.tanh(mean + half))
+    )
     assert noloco_spread.mean_correlation([0.8, 0.9, 0.95]) == pytest.approx(math.tanh(mean))
     assert all(math.isnan(end) for end in noloco_spread.confidence_interval([0.9]))
 
@@ -56,7 +62,9 @@ def test_one_pair_moves_by_the_eigenvalues_of_its_own_matrix() -> None:
     """Two workers always meet, so nothing is random: [[1 − γ, α], [−γ, α]] for every outer step."""
     for alpha, gamma in ((0.5, 0.7), (0.9, 1.5), (0.3, 2.5)):
         radius = np.abs(np.linalg.eigvals([[1 - gamma, alpha], [-gamma, alpha]])).max()
-        typical = noloco_stability.typical_factor(Setting(alpha, 0.7, gamma, workers=2), outer_steps=2000)
+        typical = noloco_stability.typical_factor(
+            Setting(alpha, 0.7, gamma, workers=2), outer_steps=2000
+        )
         assert typical == pytest.approx(radius, rel=2e-3)
 
 
@@ -65,17 +73,28 @@ def test_the_predicted_spread_is_that_of_kicked_workers() -> None:
     alpha, gamma, rng = 0.9, 0.7, np.random.default_rng(0)
     phi, delta = np.zeros((8, 4000)), np.zeros((8, 4000))
     everyone = tuple(NodeId("a", f"w{i}") for i in range(8))
-    for predicted, outer_step in zip(noloco_stability.predicted(alpha, gamma, 3, seed=5), range(12), strict=False):
-        moved = sum(Schedule().factor(3 * outer_step + i, 150) * rng.normal(size=phi.shape) for i in range(3))
+    for predicted, outer_step in zip(
+        noloco_stability.predicted(alpha, gamma, 3, seed=5), range(12), strict=False
+    ):
+        moved = sum(
+            Schedule().factor(3 * outer_step + i, 150) * rng.normal(size=phi.shape)
+            for i in range(3)
+        )
         for group in set(noloco.groups(everyone, 2, 5, outer_step).values()):
             pair = [everyone.index(member) for member in group]
-            delta[pair] = alpha * delta[pair] + 0.7 * moved[pair].mean(0) - gamma * (phi[pair] - phi[pair].mean(0))
+            delta[pair] = (
+                alpha * delta[pair]
+                + 0.7 * moved[pair].mean(0)
+                - gamma * (phi[pair] - phi[pair].mean(0))
+            )
         phi = phi + delta
         assert predicted == pytest.approx(math.sqrt(phi.var(axis=0).mean()), rel=0.05)
 
 
 @pytest.mark.slow
-def test_replicas_drift_apart_outside_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_drift_apart_outside_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few outer steps, and far outside; a run that a loss ended is named."""
     monkeypatch.setattr(noloco_stability, "OUTER_STEPS", 10)
     monkeypatch.setattr(noloco_stability, "ALPHAS_AND_GAMMAS", ((0.9, 2.5), (0.5, 0.7)))
@@ -116,7 +135,12 @@ def test_the_spread_of_noloco_follows_the_learning_rate(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_random_routes_are_compared_with_fixed_ones(tmp_path: Path) -> None:
     answer = noloco_routing.run(tmp_path / "out", studies.Settings(steps=200, seeds=1))
-    assert [row[:2] for row in answer.rows] == [["without", "fixed"], ["without", "random"], ["with", "fixed"], ["with", "random"]]
+    assert [row[:2] for row in answer.rows] == [
+        ["without", "fixed"],
+        ["without", "random"],
+        ["with", "fixed"],
+        ["with", "random"],
+    ]
     spreads = [float(row[-1]) for row in answer.rows]
     assert min(spreads[:2]) > 10 * max(spreads[2:])  # an outer step does more than routes
     assert answer.finding.startswith("Without an outer step, random routes change the spread by ")
@@ -127,7 +151,11 @@ def test_changes_are_of_pairs_with_one_seed() -> None:
     def run(loss: float, spread: float) -> report.Run:
         return report.Run(Path(), {"replica_loss": loss, "replica_std": spread}, [])
 
-    fixed, random = [run(2.0, 0.1), run(3.0, 0.2)], [run(2.0 + math.log(1.02), 0.09), run(3.0, 0.16)]
+    fixed, random = (
+        [run(2.0, 0.1), run(3.0, 0.2)],
+        [run(2.0 + math.log(1.02), 0.09), run(3.0, 0.16)],
+    )
     assert noloco_routing.finding("without", fixed, random) == (
-        "Without an outer step, random routes change the spread by -15.0 ± 7.1 % and the replicas' own perplexity by +1.0 ± 1.4 %."
+        "Without an outer step, random routes change the spread by -15.0 ± 7.1 % and the replicas' "
+        "own perplexity by +1.0 ± 1.4 %."
     )

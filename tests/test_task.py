@@ -1,4 +1,6 @@
-"""`task.py` and `gpt.py`: the schedule, the optimizer's groups, the model against a plain one, and tasks of the user's own."""
+"""`task.py` and `gpt.py`: the schedule, the optimizer's groups, the model against a plain one, and
+tasks of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,18 @@ from torch.nn import functional as F
 from archipel.data import Shard
 from archipel.errors import UserError
 from archipel.gpt import GPT, next_token_loss
-from archipel.task import CONFIGS, GptTask, Schedule, SyntheticTask, Task, TextTask, UserTask, adamw, make_task, task_config
+from archipel.task import (
+    CONFIGS,
+    GptTask,
+    Schedule,
+    SyntheticTask,
+    Task,
+    TextTask,
+    UserTask,
+    adamw,
+    make_task,
+    task_config,
+)
 
 reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 
@@ -44,10 +57,14 @@ def test_warm_up_is_linear_and_reaches_the_peak() -> None:
     assert factors[300] == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("part", "factor"), [(0, 1), (1 / 3, 0.775), (1 / 2, 0.55), (2 / 3, 0.325), (1, 0.1)])
+@pytest.mark.parametrize(
+    ("part", "factor"), [(0, 1), (1 / 3, 0.775), (1 / 2, 0.55), (2 / 3, 0.325), (1, 0.1)]
+)
 def test_then_a_cosine_goes_down_to_a_tenth(part: float, factor: float) -> None:
     """0.1 + 0.9 · (1 + cos(π·part)) / 2; cos of 60, 90 and 120 degrees are 1/2, 0 and −1/2."""
-    assert Schedule(warmup=300 / 6144).factor(300 + part * (6144 - 300), 6144) == pytest.approx(factor)
+    assert Schedule(warmup=300 / 6144).factor(300 + part * (6144 - 300), 6144) == pytest.approx(
+        factor
+    )
 
 
 def test_beyond_the_plan_the_factor_stays_at_the_end() -> None:
@@ -63,8 +80,15 @@ def test_a_run_may_be_all_warm_up() -> None:
 
 
 @reproducible
-@given(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1e5), st.lists(st.floats(0, 1.5), min_size=2, max_size=10))
-def test_the_factor_rises_then_falls_between_final_and_one(warmup: float, final: float, total: float, parts: list[float]) -> None:
+@given(
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(1, 1e5),
+    st.lists(st.floats(0, 1.5), min_size=2, max_size=10),
+)
+def test_the_factor_rises_then_falls_between_final_and_one(
+    warmup: float, final: float, total: float, parts: list[float]
+) -> None:
     schedule = Schedule(warmup, final)
     factors = [(part * total, schedule.factor(part * total, total)) for part in sorted(parts)]
     for (step, factor), (_, following) in pairwise(factors):
@@ -91,7 +115,9 @@ def test_adamw_decays_matrices_only() -> None:
 
 
 def test_adamw_has_the_settings_it_is_given() -> None:
-    for group in adamw(nn.Linear(2, 2), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5).param_groups:
+    for group in adamw(
+        nn.Linear(2, 2), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5
+    ).param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.8, 0.9), 1e-6)
 
 
@@ -114,21 +140,36 @@ TOKENS = torch.tensor([[1, 5, 2, 9, 0], [10, 3, 3, 7, 4]])
 
 
 def plain_gpt(weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
-    """Logits of one sequence, position by position and head by head: shape (sequence, vocabulary)."""
+    """Logits of one sequence, position by position and head by head: shape (sequence,
+    vocabulary).
+    """
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(dim=-1, keepdim=True)
-        return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weights[f"{name}.weight"]
+        return (
+            centred
+            / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+            * weights[f"{name}.weight"]
+        )
 
-    x = torch.stack([weights["embed.tokens.weight"][t] + weights["embed.positions.weight"][i] for i, t in enumerate(tokens)])
+    x = torch.stack(
+        [
+            weights["embed.tokens.weight"][t] + weights["embed.positions.weight"][i]
+            for i, t in enumerate(tokens)
+        ]
+    )
     for block in ("block_0", "block_1"):
-        q, k, v = (norm(x, f"{block}.norm_1") @ weights[f"{block}.attention_in.weight"].T).split(6, dim=-1)
+        q, k, v = (norm(x, f"{block}.norm_1") @ weights[f"{block}.attention_in.weight"].T).split(
+            6, dim=-1
+        )
         rows = []
         for i in range(len(tokens)):
             heads = []
             for h in (slice(0, 2), slice(2, 4), slice(4, 6)):
                 scores = torch.stack([q[i, h] @ k[j, h] / math.sqrt(2) for j in range(i + 1)])
-                heads.append(sum(p * v[j, h] for j, p in enumerate(scores.exp() / scores.exp().sum())))
+                heads.append(
+                    sum(p * v[j, h] for j, p in enumerate(scores.exp() / scores.exp().sum()))
+                )
             rows.append(torch.cat(heads))
         x = x + torch.stack(rows) @ weights[f"{block}.attention_out.weight"].T
         hidden = norm(x, f"{block}.norm_2") @ weights[f"{block}.mlp_in.weight"].T
@@ -139,11 +180,15 @@ def plain_gpt(weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
 def test_gpt_is_the_plain_transformer() -> None:
     model = small_gpt()
     with torch.no_grad():
-        for parameter in model.parameters():  # far from the start, where attention is nearly uniform
+        for (
+            parameter
+        ) in model.parameters():  # far from the start, where attention is nearly uniform
             parameter += 0.5 * torch.randn(parameter.shape)
         logits = model(TOKENS)
         for row, tokens in zip(logits, TOKENS.tolist(), strict=True):
-            torch.testing.assert_close(row, plain_gpt(dict(model.state_dict()), tokens), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                row, plain_gpt(dict(model.state_dict()), tokens), rtol=1e-4, atol=1e-4
+            )
 
 
 def test_gpt_gives_logits_for_each_position() -> None:
@@ -164,8 +209,12 @@ def test_head_and_embedding_are_one_parameter() -> None:
     assert "head.weight" not in dict(model.named_parameters())
 
 
-@pytest.mark.parametrize(("vocabulary", "context", "layers", "width"), [(11, 8, 2, 6), (256, 64, 3, 12)])
-def test_gpt_has_twelve_squares_of_the_width_a_layer(vocabulary: int, context: int, layers: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "context", "layers", "width"), [(11, 8, 2, 6), (256, 64, 3, 12)]
+)
+def test_gpt_has_twelve_squares_of_the_width_a_layer(
+    vocabulary: int, context: int, layers: int, width: int
+) -> None:
     model = GPT(vocabulary=vocabulary, context=context, layers=layers, width=width, heads=3)
     expected = (vocabulary + context) * width + layers * (12 * width**2 + 2 * width) + width
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
@@ -174,7 +223,11 @@ def test_gpt_has_twelve_squares_of_the_width_a_layer(vocabulary: int, context: i
 def test_what_is_added_to_the_stream_starts_smaller() -> None:
     torch.manual_seed(0)
     model = GPT(vocabulary=100, context=100, layers=8, width=64, heads=2)
-    std = {name: float(parameter.detach().std()) for name, parameter in model.named_parameters() if parameter.ndim == 2}
+    std = {
+        name: float(parameter.detach().std())
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2
+    }
     for name, value in std.items():
         expected = 0.02 / 4 if name.endswith(("attention_out.weight", "mlp_out.weight")) else 0.02
         assert value == pytest.approx(expected, rel=0.06), name
@@ -188,8 +241,12 @@ def test_heads_must_divide_the_width() -> None:
 def test_the_loss_is_the_mean_surprise_at_the_next_token() -> None:
     model = small_gpt()
     probabilities = model(TOKENS[:, :-1]).softmax(dim=-1).tolist()
-    surprises = [-math.log(probabilities[b][t][TOKENS[b, t + 1]]) for b in range(2) for t in range(4)]
-    assert float(next_token_loss(model, TOKENS).detach()) == pytest.approx(sum(surprises) / 8, rel=1e-5)
+    surprises = [
+        -math.log(probabilities[b][t][TOKENS[b, t + 1]]) for b in range(2) for t in range(4)
+    ]
+    assert float(next_token_loss(model, TOKENS).detach()) == pytest.approx(
+        sum(surprises) / 8, rel=1e-5
+    )
 
 
 def test_a_fresh_gpt_knows_nothing() -> None:
@@ -212,36 +269,56 @@ def test_a_task_takes_its_sizes_from_the_configuration(corpus: str) -> None:
 
 
 @pytest.mark.parametrize("sequences", [1, 7, 64])
-def test_an_evaluation_sees_so_many_sequences_whatever_the_batch(corpus: str, sequences: int) -> None:
+def test_an_evaluation_sees_so_many_sequences_whatever_the_batch(
+    corpus: str, sequences: int
+) -> None:
     valid = replace(SHARD, split="valid")
     seen = []
     for batch_size in (1, 3):
-        task = make_task(TextTask(path=corpus, sequence=16, batch_size=batch_size, valid_sequences=sequences))
+        task = make_task(
+            TextTask(path=corpus, sequence=16, batch_size=batch_size, valid_sequences=sequences)
+        )
         seen.append(torch.cat([task.batches(valid, index) for index in range(task.valid_batches)]))
     assert seen[0].shape == (sequences, 17)
     assert torch.equal(seen[0], seen[1])
 
 
 def test_a_task_takes_its_optimizer_from_the_configuration(corpus: str) -> None:
-    fields: dict[str, Any] = {"lr": 0.02, "betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0.3, "warmup": 0.25}
+    fields: dict[str, Any] = {
+        "lr": 0.02,
+        "betas": (0.5, 0.6),
+        "eps": 1e-5,
+        "weight_decay": 0.3,
+        "warmup": 0.25,
+    }
     task = make_task(TextTask(path=corpus, **fields, gradient_clip=None, precision="bf16"))
     group = task.optimizer(task.model()).param_groups[0]
     assert {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
         key: fields[key] for key in ("lr", "betas", "eps", "weight_decay")
     }
-    assert (task.schedule, task.gradient_clip, task.autocast) == (Schedule(warmup=0.25), None, torch.bfloat16)
+    assert (task.schedule, task.gradient_clip, task.autocast) == (
+        Schedule(warmup=0.25),
+        None,
+        torch.bfloat16,
+    )
 
 
 def test_regions_see_different_classes_with_a_small_concentration(corpus: str) -> None:
     """Seeds 0 to 9: each region sees nearly one class only, and not all see the same."""
     task = make_task(TextTask(path=corpus, sequence=16, dirichlet=1e-4))
-    seen = [set(task.batches(replace(SHARD, region=region), 0).flatten().tolist()) for region in range(10)]
+    seen = [
+        set(task.batches(replace(SHARD, region=region), 0).flatten().tolist())
+        for region in range(10)
+    ]
     assert all(len(tokens) == 1 for tokens in seen)
     assert set.union(*seen) == set(b"ab")
 
 
 def test_regions_that_differ_are_validated_on_the_same_data(corpus: str) -> None:
-    plain, mixed = (make_task(TextTask(path=corpus, sequence=16, dirichlet=dirichlet)) for dirichlet in (None, 1e-4))
+    plain, mixed = (
+        make_task(TextTask(path=corpus, sequence=16, dirichlet=dirichlet))
+        for dirichlet in (None, 1e-4)
+    )
     valid = replace(SHARD, split="valid")
     assert torch.equal(plain.batches(valid, 0), mixed.batches(valid, 0))
 
@@ -279,7 +356,10 @@ def test_heads_that_do_not_divide_the_width_are_the_users_mistake(corpus: str) -
 def test_a_text_task_needs_its_path() -> None:
     with pytest.raises(UserError) as error:
         make_task(TextTask(path="no/such/place"))
-    assert str(error.value) == f"task.path: there is no file or folder 'no/such/place' (relative to {Path.cwd()})"
+    assert (
+        str(error.value)
+        == f"task.path: there is no file or folder 'no/such/place' (relative to {Path.cwd()})"
+    )
 
 
 def test_every_task_is_found_by_its_name() -> None:
@@ -292,7 +372,8 @@ def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(UserError) as error:
         task_config("stdlb")
     assert str(error.value) == (
-        "task = 'stdlb': allowed are none, stdlib, synthetic, text and your own 'file.py:function' (did you mean 'stdlib'?)"
+        "task = 'stdlb': allowed are none, stdlib, synthetic, text and your own 'file.py:function' "
+        "(did you mean 'stdlib'?)"
     )
 
 
@@ -302,7 +383,9 @@ def test_betas_are_from_zero_to_below_one(betas: tuple[float, float]) -> None:
         GptTask(name="stdlib", betas=betas)
 
 
-@pytest.mark.parametrize("fields", [{"width": "64"}, {"layers": True}, {"lr": "0.1"}, {"valid_sequences": 8.0}])
+@pytest.mark.parametrize(
+    "fields", [{"width": "64"}, {"layers": True}, {"lr": "0.1"}, {"valid_sequences": 8.0}]
+)
 def test_numbers_in_quotes_and_truth_values_are_not_numbers(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         GptTask(name="stdlib", **fields)
@@ -319,12 +402,15 @@ from archipel import Shard, Task
 
 
 def model():
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)
+    )
 
 
 def batches(shard: Shard, index: int):
     rng = shard.rng(index)
-    return torch.from_numpy(rng.random((5, 1, 8, 8), dtype="float32")), torch.from_numpy(rng.integers(3, size=5))
+    x = torch.from_numpy(rng.random((5, 1, 8, 8), dtype="float32"))
+    return x, torch.from_numpy(rng.integers(3, size=5))
 
 
 def loss(module, batch):
@@ -333,7 +419,10 @@ def loss(module, batch):
 
 
 def make():
-    return Task(model, loss, batches, lambda module: torch.optim.SGD(module.parameters(), lr=0.1), description="a small conv net")
+    def sgd(module):
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    return Task(model, loss, batches, sgd, description="a small conv net")
 
 
 def make_nothing():
@@ -376,21 +465,31 @@ def test_a_task_has_defaults_for_all_but_its_four_callables() -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    assert problem("no/own.py:make") == (f"task.name = 'no/own.py:make': there is no file 'no/own.py' (relative to {Path.cwd()})")
+    assert problem("no/own.py:make") == (
+        f"task.name = 'no/own.py:make': there is no file 'no/own.py' (relative to {Path.cwd()})"
+    )
 
 
 def test_a_missing_function_names_the_nearest(own: str) -> None:
     name = f"{own}:mak"
-    assert problem(name) == f"task.name = {name!r}: {own!r} has no function 'mak' (did you mean 'make'?)"
+    assert (
+        problem(name)
+        == f"task.name = {name!r}: {own!r} has no function 'mak' (did you mean 'make'?)"
+    )
 
 
 def test_what_is_not_a_function_is_none(own: str) -> None:
-    assert problem(f"{own}:answer").startswith(f"task.name = '{own}:answer': {own!r} has no function 'answer'")
+    assert problem(f"{own}:answer").startswith(
+        f"task.name = '{own}:answer': {own!r} has no function 'answer'"
+    )
 
 
 def test_a_function_must_return_a_task(own: str) -> None:
     name = f"{own}:make_nothing"
-    assert problem(name) == f"task.name = {name!r}: make_nothing() returned NoneType, not an archipel.Task"
+    assert (
+        problem(name)
+        == f"task.name = {name!r}: make_nothing() returned NoneType, not an archipel.Task"
+    )
 
 
 def test_a_file_must_be_python(tmp_path: Path) -> None:

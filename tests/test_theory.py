@@ -1,4 +1,6 @@
-"""`theory.py` against references that know nothing of it: all partitions counted out, NumPy Monte Carlo, `outer.gossip` itself."""
+"""`theory.py` against references that know nothing of it: all partitions counted out, NumPy Monte
+Carlo, `outer.gossip` itself.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,30 @@ from archipel.methods import noloco
 from archipel.outer import gossip
 from archipel.theory import Setting
 
-PARTITIONS = [(2, 2), (4, 2), (8, 2), (16, 2), (6, 3), (16, 4), (4, 4), (5, 2), (7, 3), (8, 3), (4, 8)]
-"""(N, n): pairs, bigger groups, one group of all, one worker left alone (5, 2 and 7, 3), a rest of two (8, 3), n > N."""
+PARTITIONS = [
+    (2, 2),
+    (4, 2),
+    (8, 2),
+    (16, 2),
+    (6, 3),
+    (16, 4),
+    (4, 4),
+    (5, 2),
+    (7, 3),
+    (8, 3),
+    (4, 8),
+]
+"""(N, n): pairs, bigger groups, one group of all, one worker left alone (5, 2 and 7, 3), a rest of
+two (8, 3), n > N.
+"""
 
 SETTING = Setting(0.5, 0.7, 0.7, curvature_rate=0.15, inner_steps=3)
 
 
 def start(workers: int, samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Slow weights and momenta, shape (workers, samples), with the moments `START`: a common part and a part of each one's own."""
+    """Slow weights and momenta, shape (workers, samples), with the moments `START`: a common part
+    and a part of each one's own.
+    """
     phi = 1 + rng.normal(size=samples) + rng.normal(size=(workers, samples))
     delta = 0.3 * phi + 0.5 * rng.normal(size=(workers, samples))
     return phi, delta
@@ -44,14 +62,20 @@ def trained(phi: np.ndarray, s: Setting, rng: np.random.Generator) -> np.ndarray
     return theta
 
 
-def shuffled(phi: np.ndarray, delta: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """New places for the workers, drawn for each sample alone: cutting the rows after it gives every sample its own partition."""
+def shuffled(
+    phi: np.ndarray, delta: np.ndarray, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """New places for the workers, drawn for each sample alone: cutting the rows after it gives
+    every sample its own partition.
+    """
     order = rng.random(phi.shape).argsort(axis=0)
     return np.take_along_axis(phi, order, 0), np.take_along_axis(delta, order, 0)
 
 
 def monte_carlo(s: Setting, samples: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(φ, δ) after each outer step, shape (N, samples), from `start`; δ ← αδ + (β/n)ΣΔ − γ(φ − mean φ), φ ← φ + δ."""
+    """(φ, δ) after each outer step, shape (N, samples), from `start`; δ ← αδ + (β/n)ΣΔ − γ(φ − mean
+    φ), φ ← φ + δ.
+    """
     rng = np.random.default_rng(seed)
     assert s.workers is not None
     phi, delta = start(s.workers, samples, rng)
@@ -118,7 +142,9 @@ def test_inner_steps_move_and_spread_as_counted_step_by_step(rate: float) -> Non
     assert theory.noise_variance(s) == pytest.approx(variance, rel=1e-9)
 
 
-@pytest.mark.parametrize(("workers", "size"), [(2, 2), (4, 2), (4, 3), (5, 2), (5, 3), (6, 4), (3, 5)])
+@pytest.mark.parametrize(
+    ("workers", "size"), [(2, 2), (4, 2), (4, 3), (5, 2), (5, 3), (6, 4), (3, 5)]
+)
 def test_step_is_the_mean_over_all_partitions(workers: int, size: int) -> None:
     """All N! orders, the full 2N × 2N second moment, and no symmetry used."""
     s = replace(SETTING, workers=workers, group_size=size)
@@ -163,7 +189,9 @@ def test_monte_carlo_would_notice_a_wrong_number_of_workers() -> None:
 
 @pytest.mark.parametrize(("workers", "size"), [(4, 2), (5, 2), (6, 3)])
 def test_moments_agree_with_gossip_itself(workers: int, size: int) -> None:
-    """Each coordinate of the vectors is one sample; each has its own partition, because `shuffled` gives it its own places."""
+    """Each coordinate of the vectors is one sample; each has its own partition, because `shuffled`
+    gives it its own places.
+    """
     s, samples = replace(SETTING, workers=workers, group_size=size), 20_000
     rng = np.random.default_rng(5)
     phi, delta = start(workers, samples, rng)
@@ -175,7 +203,15 @@ def test_moments_agree_with_gossip_itself(workers: int, size: int) -> None:
         for i in range(workers):
             group = slice(i - i % size, i - i % size + size)
             mine, velocity = torch.from_numpy(phi[i]), torch.from_numpy(delta[i])
-            gossip(mine, velocity, gradients[group], phis[group], alpha=s.alpha, beta=s.beta, gamma=s.gamma)
+            gossip(
+                mine,
+                velocity,
+                gradients[group],
+                phis[group],
+                alpha=s.alpha,
+                beta=s.beta,
+                gamma=s.gamma,
+            )
         p, q = theory.step(s, p, q)
         seen_p, seen_v = moments(phi, delta)
         assert_agrees(seen_p, p)
@@ -217,7 +253,9 @@ def test_fixed_points_are_fixed(s: Setting) -> None:
         return
     v, (p, q) = theory.stationary_spread(s), theory.stationary(s)
     np.testing.assert_allclose(theory.step_spread(s, v), v, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(np.stack(theory.step(s, p, q)), np.stack([p, q]), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        np.stack(theory.step(s, p, q)), np.stack([p, q]), rtol=1e-9, atol=1e-12
+    )
     np.testing.assert_allclose(p - q, v, rtol=1e-9, atol=1e-12)
 
 
@@ -230,16 +268,25 @@ def test_recursion_from_equal_starts_reaches_the_fixed_point() -> None:
 
 
 def test_no_fixed_point_is_an_error_that_names_the_window() -> None:
-    with pytest.raises(ValueError, match=r"^the spread has no fixed point: gamma is 0\.7, stable between 0 and 0\.38$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^the spread has no fixed point: gamma is 0\.7, stable between 0 and 0\.38$",
+    ):
         theory.stationary_spread(Setting(0.9, 0.7, 0.7))
-    with pytest.raises(ValueError, match=r"^the mean has no fixed point: the curvature's pull is 0, stable between 0 and 3$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^the mean has no fixed point: the curvature's pull is 0, stable between 0 and 3$",
+    ):
         theory.stationary(Setting(0.5, 0.7, 0.7, workers=4))
 
 
 def test_quietest_gamma_has_the_smallest_spread() -> None:
     s = replace(SETTING, workers=8)
     low, high = theory.gamma_window(s)
-    spread = {gamma: theory.stationary_spread(replace(s, gamma=gamma))[0, 0] for gamma in np.linspace(low, high, 2001)[1:-1]}
+    spread = {
+        gamma: theory.stationary_spread(replace(s, gamma=gamma))[0, 0]
+        for gamma in np.linspace(low, high, 2001)[1:-1]
+    }
     assert theory.gamma_quietest(s) == pytest.approx(min(spread, key=spread.__getitem__), abs=1e-3)
     assert theory.gamma_quietest(Setting(0.5, 0.7, 0.7)) == pytest.approx(0.75)
 
@@ -259,8 +306,12 @@ def test_window_of_pairs_among_many_in_a_flat_direction(alpha: float, high: floa
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_closed_limit_of_every_group_size(size: int, workers: int | None) -> None:
     high = theory.gamma_max_limit(0.7, size, workers)
-    assert bisected(Setting(0.7, 1.0, 0.0, workers=workers, group_size=size), high / 2, 2 * high) == pytest.approx(high, abs=1e-10)
-    assert high >= theory.gamma_max_limit(0.7, size) - 1e-12  # no number of workers is worse than infinitely many
+    assert bisected(
+        Setting(0.7, 1.0, 0.0, workers=workers, group_size=size), high / 2, 2 * high
+    ) == pytest.approx(high, abs=1e-10)
+    assert (
+        high >= theory.gamma_max_limit(0.7, size) - 1e-12
+    )  # no number of workers is worse than infinitely many
     if workers is None:
         assert high == pytest.approx(2 * (1 - 0.7**2) / (1 - 0.7 * (size - 2) / size))
     elif workers <= size:
@@ -290,7 +341,9 @@ def test_verdict_agrees_with_the_radii(s: Setting) -> None:
 
 @reproducible
 @given(settings_of(), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
-def test_common_window_holds_at_every_curvature_below(s: Setting, part: float, place: float) -> None:
+def test_common_window_holds_at_every_curvature_below(
+    s: Setting, part: float, place: float
+) -> None:
     low, high = theory.common_window(s)
     if math.isnan(low):
         return
@@ -318,14 +371,19 @@ def test_mean_is_stable_up_to_twice_one_plus_alpha(beta: float, stable: bool) ->
 def test_best_gamma_of_pairs_among_many_in_a_flat_direction(alpha: float, best: float) -> None:
     s = Setting(alpha, 0.7, 0.7)
     assert theory.gamma_best(s) == pytest.approx(best, abs=1e-6)
-    assert theory.spread_radius(replace(s, gamma=theory.gamma_best(s))) == pytest.approx((1 + alpha**2) / 2)
+    assert theory.spread_radius(replace(s, gamma=theory.gamma_best(s))) == pytest.approx(
+        (1 + alpha**2) / 2
+    )
 
 
 @reproducible
 @given(settings_of())
 def test_no_gamma_contracts_faster_than_the_best(s: Setting) -> None:
     best = theory.spread_radius(replace(s, gamma=theory.gamma_best(s)))
-    others = [theory.spread_radius(replace(s, gamma=gamma)) for gamma in np.linspace(*theory.gamma_window(s), 41)]
+    others = [
+        theory.spread_radius(replace(s, gamma=gamma))
+        for gamma in np.linspace(*theory.gamma_window(s), 41)
+    ]
     assert best <= min(others) + 1e-7
 
 
@@ -349,12 +407,18 @@ def test_verdict_on_the_published_setting_and_on_high_momentum() -> None:
     high = theory.verdict(Setting(0.9, 0.7, 0.7))
     assert not high.stable
     assert high.spectral_radius_spread == pytest.approx(1.0984936)
-    assert not theory.verdict(Setting(0.5, 0.7, 0.0)).stable  # without averaging, replicas drift apart in flat directions
+    assert not theory.verdict(
+        Setting(0.5, 0.7, 0.0)
+    ).stable  # without averaging, replicas drift apart in flat directions
 
 
 @pytest.mark.parametrize(("workers", "grows"), [(4, False), (8, True)])
-def test_mean_square_stability_is_stricter_than_typical_for_few_workers(workers: int, grows: bool) -> None:
-    """α = 0.9, γ = 0.7, flat: unstable in mean square for both, but a typical run of 4 workers does contract."""
+def test_mean_square_stability_is_stricter_than_typical_for_few_workers(
+    workers: int, grows: bool
+) -> None:
+    """α = 0.9, γ = 0.7, flat: unstable in mean square for both, but a typical run of 4 workers does
+    contract.
+    """
     assert theory.spread_radius(Setting(0.9, 0.7, 0.7, workers=workers)) > 1
     rng, growth = np.random.default_rng(0), 0.0
     x = rng.normal(size=(2, workers))
@@ -426,7 +490,8 @@ def test_spread_is_quadratic_in_the_learning_rate_below_its_range() -> None:
 
 def test_spread_is_linear_in_the_learning_rate_far_beyond() -> None:
     small, large = (
-        theory.stationary_spread(Setting(0.5, 0.7, 0.7, curvature_rate=r, inner_steps=5000))[0, 0] for r in (0.02, 0.04)
+        theory.stationary_spread(Setting(0.5, 0.7, 0.7, curvature_rate=r, inner_steps=5000))[0, 0]
+        for r in (0.02, 0.04)
     )
     assert large / small == pytest.approx(2 * (2 - 0.02) / (2 - 0.04))
 
@@ -435,8 +500,14 @@ def test_spread_is_linear_in_the_learning_rate_far_beyond() -> None:
     ("change", "text"),
     [
         ({"gamma": 1.6}, r"^gamma is 1\.6, not stable in a flat direction$"),
-        ({"workers": 2}, r"^the stationary spread is 0: sigma is 0, or one group holds all workers$"),
-        ({"sigma": 0.0}, r"^the stationary spread is 0: sigma is 0, or one group holds all workers$"),
+        (
+            {"workers": 2},
+            r"^the stationary spread is 0: sigma is 0, or one group holds all workers$",
+        ),
+        (
+            {"sigma": 0.0},
+            r"^the stationary spread is 0: sigma is 0, or one group holds all workers$",
+        ),
     ],
 )
 def test_law_without_a_spread_is_an_error(change: dict[str, float], text: str) -> None:
@@ -451,7 +522,10 @@ def test_law_without_a_spread_is_an_error(change: dict[str, float], text: str) -
         ({"alpha": math.nan}, r"^alpha is nan; an outer momentum lies in \[0, 1\)$"),
         ({"beta": 0.0}, r"^beta is 0\.0; an outer learning rate is positive$"),
         ({"gamma": -0.1}, r"^gamma is -0\.1; an averaging strength is not negative$"),
-        ({"curvature_rate": 2.0}, r"^curvature_rate is 2\.0; inner SGD converges in \[0, 2\) only$"),
+        (
+            {"curvature_rate": 2.0},
+            r"^curvature_rate is 2\.0; inner SGD converges in \[0, 2\) only$",
+        ),
         ({"inner_steps": 0}, r"^inner_steps is 0; a round has at least 1$"),
         ({"workers": 1}, r"^workers is 1; a spread needs 2 \(None: infinitely many\)$"),
         ({"group_size": 1}, r"^group_size is 1; a group has at least 2 members$"),
@@ -464,7 +538,13 @@ def test_impossible_settings_are_refused(change: dict[str, float], text: str) ->
 
 
 def test_questions_without_an_answer_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^curvature_rate is 0; a flat direction has no variance to compare: take a small one$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^curvature_rate is 0; a flat direction has no variance to compare: take a small "
+        r"one$",
+    ):
         theory.group_deviation(Setting(0.5, 0.7, 0.7))
-    with pytest.raises(ValueError, match=r"^curvature_rate is 1\.5; the pull grows with it up to 1 only$"):
+    with pytest.raises(
+        ValueError, match=r"^curvature_rate is 1\.5; the pull grows with it up to 1 only$"
+    ):
         theory.common_window(replace(SETTING, curvature_rate=1.5))

@@ -1,4 +1,6 @@
-"""The figures of NoLoCo's theory: what their lines say, against formulas written out here, and the files that are left."""
+"""The figures of NoLoCo's theory: what their lines say, against formulas written out here, and the
+files that are left.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_the_window_of_pairs_among_many_is_twice_one_minus_alpha_squared() -> No
 def test_on_the_ellipse_the_factor_is_one() -> None:
     axes = theory_plots.ellipse(PUBLISHED).axes[0]
     for alpha, line in zip((0.5, 0.9), axes.lines, strict=False):
-        points = [(gamma, k) for gamma, k in np.asarray(line.get_xydata())[::80] if gamma > 0 and k > 1e-3]
+        points = [
+            (gamma, k) for gamma, k in np.asarray(line.get_xydata())[::80] if gamma > 0 and k > 1e-3
+        ]
         assert len(points) > 10
         for gamma, k in points:  # D = −1, so that k = β
             at = Setting(alpha, float(k), float(gamma), curvature_rate=1.0, inner_steps=1)
@@ -41,7 +45,9 @@ def test_dots_lie_where_factor_and_spread_are_least() -> None:
             assert np.asarray(dot.get_ydata())[0] <= least + 1e-9
 
 
-def test_files_are_written_and_are_the_same_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_and_are_the_same_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths, left_out = theory_plots.write(PUBLISHED, tmp_path / "all")
     assert [path.name for path in paths] == list(theory_plots.FIGURES)
     assert not left_out
@@ -52,8 +58,13 @@ def test_files_are_written_and_are_the_same_each_time(tmp_path: Path, monkeypatc
 
 def test_figures_without_a_fixed_point_are_left_out_with_the_reason(tmp_path: Path) -> None:
     paths, left_out = theory_plots.write(Setting(0.9, 0.7, 0.7), tmp_path)
-    assert [path.name for path in paths] == ["theory_window.png", "theory_ellipse.png", "theory_factor.png"]
+    assert [path.name for path in paths] == [
+        "theory_window.png",
+        "theory_ellipse.png",
+        "theory_factor.png",
+    ]
     assert left_out == {
         "theory_omega.png": "gamma is 0.7, not stable in a flat direction",
-        "theory_conjecture.png": "the spread has no fixed point: gamma is 0.7, stable between 0 and 0.4668",
+        "theory_conjecture.png": "the spread has no fixed point: gamma is 0.7, stable between 0 "
+        "and 0.4668",
     }

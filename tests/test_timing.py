@@ -1,4 +1,6 @@
-"""The virtual clock against the published formulas, and against an independent event simulation of the published rules."""
+"""The virtual clock against the published formulas, and against an independent event simulation of
+the published rules.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ REL = 1e-9
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """`archipel compare --task none` with the published settings, as a user runs it."""
     out = tmp_path_factory.mktemp("timing")
-    command = "compare --task none --topology halos-4x4 --profile pythia-70m-h100 --steps 98304 --json --out"
+    command = (
+        "compare --task none --topology halos-4x4 --profile pythia-70m-h100 --steps 98304 "
+        "--json --out"
+    )
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr(sys, "argv", ["archipel", *command.split(), str(out)])
@@ -56,7 +61,9 @@ def transfer_s(a: int, b: int) -> float:
 
 
 def async_reference(h: int) -> tuple[float, int, int]:
-    """(seconds, server updates, inner steps) by the published rule: a round trip is one event of 2 transfers and the training."""
+    """(seconds, server updates, inner steps) by the published rule: a round trip is one event of 2
+    transfers and the training.
+    """
     heap, sequence = [], 0
     for region, speeds in enumerate(SPEEDS):
         for speed in speeds:
@@ -74,7 +81,9 @@ def async_reference(h: int) -> tuple[float, int, int]:
 
 
 def halos_reference(h: int, k: int) -> tuple[float, int, int, int]:
-    """(seconds, global updates, local updates, inner steps) by the published rule; one report of a server in flight at a time."""
+    """(seconds, global updates, local updates, inner steps) by the published rule; one report of a
+    server in flight at a time.
+    """
     heap: list = []
     sequence = 0
 
@@ -127,7 +136,9 @@ def test_diloco_with_dynamic_steps_takes_303_rounds(runs: dict[str, dict]) -> No
     run = runs["diloco+dynamic_steps"]
     assert run["outer_steps"] == 303
     assert run["time_s"] / 303 == pytest.approx(41.660290326194676, rel=REL)
-    assert run["inner_steps"] == 303 * sum(steps_of(32, speed) for speeds in SPEEDS for speed in speeds)
+    assert run["inner_steps"] == 303 * sum(
+        steps_of(32, speed) for speeds in SPEEDS for speed in speeds
+    )
 
 
 def test_async_local_sgd_follows_the_published_events(runs: dict[str, dict]) -> None:
@@ -138,19 +149,27 @@ def test_async_local_sgd_follows_the_published_events(runs: dict[str, dict]) -> 
 
 def test_halos_follows_the_published_events(runs: dict[str, dict]) -> None:
     run, (seconds, global_updates, local_updates, steps) = runs["halos"], halos_reference(8, 32)
-    assert (run["outer_steps"], run["local_updates"], run["inner_steps"]) == (global_updates, local_updates, steps)
+    assert (run["outer_steps"], run["local_updates"], run["inner_steps"]) == (
+        global_updates,
+        local_updates,
+        steps,
+    )
     assert run["time_s"] == pytest.approx(seconds, rel=REL)
 
 
 def test_bytes_of_the_ring(runs: dict[str, dict]) -> None:
-    """Each of n workers sends 2(n − 1)/n of a model in a round; a ring through 4 regions has 4 links of 16 between them."""
+    """Each of n workers sends 2(n − 1)/n of a model in a round; a ring through 4 regions has 4
+    links of 16 between them.
+    """
     sent = 192 * 2 * 15 * MODEL_BITS // 8
     assert runs["diloco"]["sent_bytes"] == sent
     assert runs["diloco"]["slow_link_bytes"] == sent // 4
 
 
 def test_bytes_of_messages(runs: dict[str, dict]) -> None:
-    """Every message of HALoS carries one model, and those that leave a region are reports and merges of regions 1 to 3."""
+    """Every message of HALoS carries one model, and those that leave a region are reports and
+    merges of regions 1 to 3.
+    """
     assert runs["halos"]["sent_bytes"] == runs["halos"]["messages"] * MODEL_BITS // 8
     assert runs["halos"]["slow_link_bytes"] < 0.03 * runs["halos"]["sent_bytes"]
 
@@ -165,4 +184,6 @@ def test_what_does_not_apply_is_null(runs: dict[str, dict]) -> None:
 
 def test_idle_time_is_what_is_not_computing(runs: dict[str, dict]) -> None:
     busy = sum(32 * STEP_S * 0.907 / speed for speeds in SPEEDS for speed in speeds)
-    assert runs["diloco"]["idle_fraction"] == pytest.approx(1 - busy / (16 * 97.93653652571933), rel=REL)
+    assert runs["diloco"]["idle_fraction"] == pytest.approx(
+        1 - busy / (16 * 97.93653652571933), rel=REL
+    )

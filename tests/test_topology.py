@@ -1,4 +1,6 @@
-"""`topology.py`: presets carry the published numbers, files are read strictly, and each mistake has its own line."""
+"""`topology.py`: presets carry the published numbers, files are read strictly, and each mistake has
+its own line.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,16 @@ def test_halos_has_the_published_speeds() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b", "gbit_s"),
-    [(0, 1, 0.537), (0, 2, 0.935), (0, 3, 0.202), (1, 2, 0.386), (1, 3, 0.117), (2, 3, 0.127), (0, 0, 100), (3, 3, 100)],
+    [
+        (0, 1, 0.537),
+        (0, 2, 0.935),
+        (0, 3, 0.202),
+        (1, 2, 0.386),
+        (1, 3, 0.117),
+        (2, 3, 0.127),
+        (0, 0, 100),
+        (3, 3, 100),
+    ],
 )
 def test_halos_has_the_published_links_both_ways(a: int, b: int, gbit_s: float) -> None:
     topology = load_topology("halos-4x4")
@@ -95,7 +106,11 @@ def test_the_profile_has_the_published_size_and_step_time() -> None:
 
 def test_workers_are_ranked_region_by_region() -> None:
     topology = parse_topology({"regions": {"b": [0.5, 1], "empty": [], "a": [0.25]}})
-    assert [(str(worker.id), worker.speed) for worker in topology.workers] == [("b/w0", 0.5), ("b/w1", 1), ("a/w0", 0.25)]
+    assert [(str(worker.id), worker.speed) for worker in topology.workers] == [
+        ("b/w0", 0.5),
+        ("b/w1", 1),
+        ("a/w0", 0.25),
+    ]
 
 
 def test_units_are_bytes_and_seconds() -> None:
@@ -104,7 +119,10 @@ def test_units_are_bytes_and_seconds() -> None:
 
 
 def test_a_named_link_comes_before_the_default() -> None:
-    fields = {"regions": {"a": [1], "b": [1], "c": [1]}, "links": [{"between": ["a", "b"], "bandwidth_gbit_s": 3}]}
+    fields = {
+        "regions": {"a": [1], "b": [1], "c": [1]},
+        "links": [{"between": ["a", "b"], "bandwidth_gbit_s": 3}],
+    }
     topology = parse_topology({**fields, "default": {"bandwidth_gbit_s": 1}})
     assert topology.link("b", "a").bandwidth_gbit_s == 3
     assert topology.link("c", "a").bandwidth_gbit_s == 1
@@ -156,7 +174,8 @@ def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(UserError) as error:
         load_topology("halos-4x3")
     assert str(error.value) == (
-        "topology 'halos-4x3' is neither a preset (halos-4x4, halos-4x4-2x, uneven-2-6, two-regions, one-node, internet-N) "
+        "topology 'halos-4x3' is neither a preset (halos-4x4, halos-4x4-2x, uneven-2-6, "
+        "two-regions, one-node, internet-N) "
         "nor a YAML file (did you mean 'halos-4x4'?)"
     )
 
@@ -200,13 +219,20 @@ def test_an_unknown_key_names_the_nearest_and_all() -> None:
 @pytest.mark.parametrize(
     ("where", "fields"),
     [
-        ("topology.local.bandwith_gbit_s", {"local": {"bandwidth_gbit_s": 1, "bandwith_gbit_s": 1}}),
-        ("topology.default.bandwith_gbit_s", {"default": {"bandwidth_gbit_s": 1, "bandwith_gbit_s": 1}}),
+        (
+            "topology.local.bandwith_gbit_s",
+            {"local": {"bandwidth_gbit_s": 1, "bandwith_gbit_s": 1}},
+        ),
+        (
+            "topology.default.bandwith_gbit_s",
+            {"default": {"bandwidth_gbit_s": 1, "bandwith_gbit_s": 1}},
+        ),
     ],
 )
 def test_an_unknown_key_of_a_link_says_where_it_is(where: str, fields: dict[str, Any]) -> None:
     assert problem({**TWO, **fields}) == (
-        f"{where}: unknown key 'bandwith_gbit_s' (did you mean 'bandwidth_gbit_s'?); allowed: bandwidth_gbit_s, latency_ms, jitter"
+        f"{where}: unknown key 'bandwith_gbit_s' (did you mean 'bandwidth_gbit_s'?); allowed: "
+        "bandwidth_gbit_s, latency_ms, jitter"
     )
 
 
@@ -225,35 +251,52 @@ def test_an_unknown_key_of_a_link_between_regions_says_which_link() -> None:
         ({"bandwidth_gbit_s": -1}, "bandwidth_gbit_s = -1: should be greater than 0"),
         ({"bandwidth_gbit_s": float("inf")}, "bandwidth_gbit_s = inf: should be a finite number"),
         ({"bandwidth_gbit_s": float("nan")}, "bandwidth_gbit_s = nan: should be a finite number"),
-        ({"bandwidth_gbit_s": 1, "latency_ms": -1}, "latency_ms = -1: should be greater than or equal to 0"),
-        ({"bandwidth_gbit_s": 1, "jitter": -0.1}, "jitter = -0.1: should be greater than or equal to 0"),
+        (
+            {"bandwidth_gbit_s": 1, "latency_ms": -1},
+            "latency_ms = -1: should be greater than or equal to 0",
+        ),
+        (
+            {"bandwidth_gbit_s": 1, "jitter": -0.1},
+            "jitter = -0.1: should be greater than or equal to 0",
+        ),
         ({"bandwidth_gbit_s": [1]}, "bandwidth_gbit_s = [1]: should be a valid number"),
         ({}, "bandwidth_gbit_s: this key is required"),
     ],
 )
 def test_a_link_must_be_possible(link: dict[str, Any], text: str) -> None:
-    assert problem({**TWO, "links": [{"between": ["north", "south"], **link}]}) == f"topology.links.0.{text}"
+    assert (
+        problem({**TWO, "links": [{"between": ["north", "south"], **link}]})
+        == f"topology.links.0.{text}"
+    )
 
 
 @pytest.mark.parametrize("speed", [0, -1.0])
 def test_a_speed_must_be_above_zero(speed: float) -> None:
-    assert problem({"regions": {"a": [1.0, speed]}}) == f"topology.regions.a.1 = {speed!r}: should be greater than 0"
+    assert (
+        problem({"regions": {"a": [1.0, speed]}})
+        == f"topology.regions.a.1 = {speed!r}: should be greater than 0"
+    )
 
 
 def test_there_must_be_regions() -> None:
     assert problem({}) == "topology.regions: this key is required"
-    assert problem({"regions": {}}).startswith("topology.regions = {}: Dictionary should have at least 1 item")
+    assert problem({"regions": {}}).startswith(
+        "topology.regions = {}: Dictionary should have at least 1 item"
+    )
 
 
 def test_there_must_be_workers() -> None:
     assert problem({"regions": {"a": [], "b": []}}) == (
-        "topology.regions: there are no workers: give at least one region a list of speeds such as [1.0, 0.5]"
+        "topology.regions: there are no workers: give at least one region a list of speeds such as "
+        "[1.0, 0.5]"
     )
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "a b", "a\nb"])
 def test_a_region_name_must_be_plain(name: str) -> None:
-    assert problem({"regions": {name: [1.0]}}) == (f"topology.regions: region name {name!r}: use letters, digits, '.', '_' and '-'")
+    assert problem({"regions": {name: [1.0]}}) == (
+        f"topology.regions: region name {name!r}: use letters, digits, '.', '_' and '-'"
+    )
 
 
 def test_a_link_to_an_unknown_region_names_the_nearest() -> None:
@@ -263,8 +306,14 @@ def test_a_link_to_an_unknown_region_names_the_nearest() -> None:
 
 
 def test_a_link_given_twice_is_refused_in_either_direction() -> None:
-    links = [{"between": list(pair), "bandwidth_gbit_s": 1} for pair in (("north", "south"), ("south", "north"))]
-    assert problem({**TWO, "links": links}) == "topology: link between ('south', 'north') is given twice"
+    links = [
+        {"between": list(pair), "bandwidth_gbit_s": 1}
+        for pair in (("north", "south"), ("south", "north"))
+    ]
+    assert (
+        problem({**TWO, "links": links})
+        == "topology: link between ('south', 'north') is given twice"
+    )
 
 
 def test_a_link_to_itself_is_refused() -> None:
@@ -273,7 +322,9 @@ def test_a_link_to_itself_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("key", "text"), [("sharing", "'none' or 'fair'"), ("collective", "'ring' or 'tree'")])
+@pytest.mark.parametrize(
+    ("key", "text"), [("sharing", "'none' or 'fair'"), ("collective", "'ring' or 'tree'")]
+)
 def test_a_choice_names_what_is_allowed(key: str, text: str) -> None:
     assert problem({**TWO, key: "maybe"}) == f"topology.{key} = 'maybe': should be {text}"
 
@@ -292,7 +343,8 @@ def test_nodes_that_cannot_reach_each_other_are_named_with_the_way_out() -> None
     with pytest.raises(UserError) as error:
         topology.check_reachable([(here, NodeId("north", "w1")), (here, there)])
     assert str(error.value) == (
-        "topology 'split': north/w0 cannot reach south/server: there is no link between regions 'north' and 'south'; "
+        "topology 'split': north/w0 cannot reach south/server: there is no link between regions "
+        "'north' and 'south'; "
         "add one under `links`, or give a `default` link"
     )
 

@@ -1,4 +1,6 @@
-"""`vector.py`: a module's weights go into a vector and come back, whatever shape, type and sharing they have."""
+"""`vector.py`: a module's weights go into a vector and come back, whatever shape, type and sharing
+they have.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +29,39 @@ class Everything(nn.Module):
         self.register_buffer("seen", torch.tensor([True, False]))
 
 
-PARAMETERS = {"frozen": None, "embedding.weight": 12, "norm.weight": 2, "norm.bias": 2, "scale": 1, "transposed": 6}
+PARAMETERS = {
+    "frozen": None,
+    "embedding.weight": 12,
+    "norm.weight": 2,
+    "norm.bias": 2,
+    "scale": 1,
+    "transposed": 6,
+}
 """Entries of each parameter of `Everything`; None: not in the vector."""
 
 
 def flat(module: nn.Module, names: list[str]) -> Tensor:
-    """The tensors `names` of `module`, one after the other in row-major order: what a vector should hold."""
+    """The tensors `names` of `module`, one after the other in row-major order: what a vector should
+    hold.
+    """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return torch.cat([tensors[name].detach().float().reshape(-1) for name in names])
 
 
 def test_a_vector_holds_trainable_parameters_then_float_buffers() -> None:
     layout = Layout.of(Everything())
-    assert sorted(slot.name for slot in layout.slots[:5]) == sorted(name for name, entries in PARAMETERS.items() if entries)
+    assert sorted(slot.name for slot in layout.slots[:5]) == sorted(
+        name for name, entries in PARAMETERS.items() if entries
+    )
     assert [slot.name for slot in layout.slots[5:]] == ["norm.running_mean", "norm.running_var"]
     assert (layout.parameters, layout.numel) == (12 + 2 + 2 + 1 + 6, 23 + 4)
 
 
 def test_slots_lie_one_after_the_other() -> None:
     layout = Layout.of(Everything())
-    assert [slot.start for slot in layout.slots] == [sum(slot.numel for slot in layout.slots[:i]) for i in range(7)]
+    assert [slot.start for slot in layout.slots] == [
+        sum(slot.numel for slot in layout.slots[:i]) for i in range(7)
+    ]
 
 
 def test_reading_gives_the_values_in_the_order_of_the_slots() -> None:
@@ -108,7 +123,11 @@ def test_a_channels_last_weight_lies_in_row_major_order() -> None:
 
 def test_integer_and_boolean_buffers_stay_beside_the_vector() -> None:
     module = Everything()
-    assert Layout.of(module).integers == tuple(integer_buffers(module)) == ("seen", "norm.num_batches_tracked")
+    assert (
+        Layout.of(module).integers
+        == tuple(integer_buffers(module))
+        == ("seen", "norm.num_batches_tracked")
+    )
     Layout.of(module).write(module, torch.zeros(27))
     assert torch.equal(module.seen, torch.tensor([True, False]))
 
@@ -150,7 +169,9 @@ def test_named_parts_share_the_memory_of_the_vector() -> None:
     layout = Layout.of(Everything())
     vector = torch.zeros(27)
     named = layout.named(vector)
-    assert {name: tensor.shape for name, tensor in named.items()} == {slot.name: slot.shape for slot in layout.slots}
+    assert {name: tensor.shape for name, tensor in named.items()} == {
+        slot.name: slot.shape for slot in layout.slots
+    }
     for tensor in named.values():
         tensor += 1
     assert torch.equal(vector, torch.ones(27))
@@ -179,13 +200,17 @@ def test_two_parameters_in_one_memory_are_refused() -> None:
 def test_a_parameter_inside_another_ones_memory_is_refused() -> None:
     whole = torch.zeros(2, 3)
     module = nn.ParameterDict({"whole": nn.Parameter(whole), "row": nn.Parameter(whole[1])})
-    with pytest.raises(ValueError, match=r"^parameters 'row' and 'whole' share memory but are two objects; "):
+    with pytest.raises(
+        ValueError, match=r"^parameters 'row' and 'whole' share memory but are two objects; "
+    ):
         Layout.of(module)
 
 
 def test_a_complex_parameter_is_refused() -> None:
     module = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
-    text = "parameter 'phase' is torch.complex64; only floating-point parameters can be trained here"
+    text = (
+        "parameter 'phase' is torch.complex64; only floating-point parameters can be trained here"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         Layout.of(module)
 

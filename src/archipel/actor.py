@@ -1,11 +1,13 @@
 """The contract between training methods and the engines that run them.
 
-What belongs here: the verbs that a method may use (`Context`), the messages that every engine sends, and what
-an engine may ask of an actor. What does not: any method, any engine, anything that measures time or moves bytes.
+What belongs here: the verbs that a method may use (`Context`), the messages that every engine
+sends, and what an engine may ask of an actor. What does not: any method, any engine, anything that
+measures time or moves bytes.
 
-A training method is a few small actors that react to messages. The simulator runs them under a virtual clock; a
-live runtime runs the same objects under the real one. An actor knows the world by its messages only, and its
-fields are its whole state: that is what makes a run replayable and resumable.
+A training method is a few small actors that react to messages. The simulator runs them under a
+virtual clock; a live runtime runs the same objects under the real one. An actor knows the world by
+its messages only, and its fields are its whole state: that is what makes a run replayable and
+resumable.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Start(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Trained(Message):
-    """The answer to `Context.train` and `Context.apply`: the moved weights and the loss before each inner step."""
+    """The answer to `Context.train` and `Context.apply`: the moved weights and the loss before each
+    inner step.
+    """
 
     theta: Vector
     steps: int
@@ -59,7 +63,9 @@ class Trained(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Gradient(Message):
-    """The answer to `Context.gradient`: the gradient on the worker's next batch, and the loss there."""
+    """The answer to `Context.gradient`: the gradient on the worker's next batch, and the loss
+    there.
+    """
 
     vector: Vector
     loss: float
@@ -67,10 +73,12 @@ class Gradient(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Reduced(Message):
-    """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it: read only.
+    """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it:
+    read only.
 
-    `group` are the members that are there, in rank order, and `refused` those of them whose vectors are not in the mean: not
-    finite, or absurdly large. Each member is told the same. If all are refused, the mean is of nobody (zeros): do without it.
+    `group` are the members that are there, in rank order, and `refused` those of them whose vectors
+    are not in the mean: not finite, or absurdly large. Each member is told the same. If all are
+    refused, the mean is of nobody (zeros): do without it.
     """
 
     mean: Vector
@@ -91,7 +99,8 @@ class Update(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Refused(Message):
-    """From the engine, to the receiver of an update, in its place and with its sender: it is not finite or absurdly large.
+    """From the engine, to the receiver of an update, in its place and with its sender: it is not
+    finite or absurdly large.
 
     The receiver does without it, and answers as if nothing had come of it.
     """
@@ -101,7 +110,8 @@ class Refused(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Lost(Message):
-    """From the engine to the peers of `node`: it has crashed or left, or, `unreachable`, it may go on where I cannot reach it.
+    """From the engine to the peers of `node`: it has crashed or left, or, `unreachable`, it may go
+    on where I cannot reach it.
 
     What was on its way between us is lost, and so is all that is sent until `Joined(node)`.
     """
@@ -112,11 +122,13 @@ class Lost(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Joined(Message):
-    """From the engine to the peers of `node`: it is there for the first time, again, or reachable again.
+    """From the engine to the peers of `node`: it is there for the first time, again, or reachable
+    again.
 
-    The node itself is told so too when it comes (again): its fields are then as they were at its last save, or at the start,
-    nothing that it had asked for will be answered, and all its peers are there but those whose `Lost` follows. If it
-    comes for the first time, this is in the place of `Start`.
+    The node itself is told so too when it comes (again): its fields are then as they were at its
+    last save, or at the start, nothing that it had asked for will be answered, and all its peers
+    are there but those whose `Lost` follows. If it comes for the first time, this is in the place
+    of `Start`.
     """
 
     node: NodeId
@@ -140,10 +152,11 @@ class Context(Protocol):
         """Message `to`; messages from one sender to one receiver arrive in the order of sending."""
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
-        """Take `steps` inner steps from `theta` on this worker's own data; `Trained` comes back to me.
+        """Take `steps` inner steps from `theta` on this worker's own data; `Trained` comes back to
+        me.
 
-        `progress` is the number of inner steps that all workers together have taken, as far as this actor was told:
-        the learning rate follows it. The engine takes a snapshot of `theta`.
+        `progress` is the number of inner steps that all workers together have taken, as far as this
+        actor was told: the learning rate follows it. The engine takes a snapshot of `theta`.
         """
 
     def after(self, seconds: float, message: Message) -> None:
@@ -152,17 +165,23 @@ class Context(Protocol):
     # For the synchronous baselines only; NoLoCo and HALoS never call these three.
 
     def gradient(self, theta: Vector, progress: int) -> None:
-        """Compute one gradient at `theta` on this worker's next batch; `Gradient` comes back to me."""
+        """Compute one gradient at `theta` on this worker's next batch; `Gradient` comes back to
+        me.
+        """
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
-        """One step of the inner optimizer with a gradient that is already known; `Trained` comes back to me."""
+        """One step of the inner optimizer with a gradient that is already known; `Trained` comes
+        back to me.
+        """
 
     def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
-        """Mean over `group`, once every member has called with this `round`; `Reduced` comes back to me.
+        """Mean over `group`, once every member has called with this `round`; `Reduced` comes back
+        to me.
 
-        Whom the first of `group` names is waited for by all, and no longer than until it is lost. If it is lost in the middle, the
-        others begin again. A member waits for one mean at a time. Where members can be lost, `round` must go up from call to
-        call: it tells those who begin again from those who go on.
+        Whom the first of `group` names is waited for by all, and no longer than until it is lost.
+        If it is lost in the middle, the others begin again. A member waits for one mean at a time.
+        Where members can be lost, `round` must go up from call to call: it tells those who begin
+        again from those who go on.
         """
 
 
@@ -172,7 +191,8 @@ class Actor(ABC):
 
     Attributes:
         me: this actor's address.
-        absorbed: inner steps that `model()` has absorbed, summed over the workers that took them. 0 where there is no model.
+        absorbed: inner steps that `model()` has absorbed, summed over the workers that took them. 0
+            where there is no model.
         outer_steps: outer steps that this actor has taken on the model that a user takes home.
         local_updates: outer steps that it has taken on a model that only its region sees.
     """
@@ -187,11 +207,15 @@ class Actor(ABC):
         """React to one message. The only place where an actor's fields change."""
 
     def model(self) -> Vector | None:
-        """This actor's part of the model that a user takes home (the mean of all parts), or None if it holds none."""
+        """This actor's part of the model that a user takes home (the mean of all parts), or None if
+        it holds none.
+        """
         return None
 
     def peers(self) -> Iterable[NodeId]:
-        """Whom this actor may send to, or reduce with: checked against the topology before a run starts."""
+        """Whom this actor may send to, or reduce with: checked against the topology before a run
+        starts.
+        """
         return ()
 
     def waits_for(self) -> str:
@@ -201,7 +225,9 @@ class Actor(ABC):
 
 @dataclass(frozen=True)
 class Worker:
-    """One accelerator, or a group that shards one copy of the model. `speed` is relative to the profile's step time."""
+    """One accelerator, or a group that shards one copy of the model. `speed` is relative to the
+    profile's step time.
+    """
 
     id: NodeId
     speed: float = 1.0
@@ -213,7 +239,8 @@ class World:
 
     Attributes:
         workers: all workers, in rank order; their regions in the order of the topology.
-        parameters: how many leading entries of the weight vector are parameters; the rest are buffers.
+        parameters: how many leading entries of the weight vector are parameters; the rest are
+            buffers.
         seed: the seed that all nodes share.
     """
 
@@ -229,19 +256,23 @@ class World:
     def inner_steps(self, steps: int, *, dynamic: bool) -> dict[NodeId, int]:
         """Inner steps of each worker between two exchanges.
 
-        With `dynamic`, `max(1, ceil(steps · speed / fastest speed))`, so that all finish at about the same time
-        (DynUpd in HALoS, arXiv 2506.04531).
+        With `dynamic`, `max(1, ceil(steps · speed / fastest speed))`, so that all finish at about
+        the same time (DynUpd in HALoS, arXiv 2506.04531).
         """
         fastest = max(worker.speed for worker in self.workers)
         return {
             # The guard keeps a quotient such as 8·0.3/0.3 = 8.000000000000002 from becoming 9.
-            worker.id: max(1, math.ceil(steps * worker.speed / fastest - 1e-9)) if dynamic else steps
+            worker.id: max(1, math.ceil(steps * worker.speed / fastest - 1e-9))
+            if dynamic
+            else steps
             for worker in self.workers
         }
 
 
 class MethodConfig(BaseModel):
-    """Base of every method's typed configuration: unknown keys and wrong types are refused, nothing changes later."""
+    """Base of every method's typed configuration: unknown keys and wrong types are refused, nothing
+    changes later.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 

@@ -1,16 +1,19 @@
 """Checkpoints: a run's whole state on disk, and back, to the bit.
 
-What belongs here: how state becomes JSON and safetensors, how these files come on disk so that a crash leaves them whole or
-leaves none, and how a damaged one is told from a sound one. What does not: what a run's state is (the engines), when it is
-saved and what it is laid over (`experiment.py`).
+What belongs here: how state becomes JSON and safetensors, how these files come on disk so that a
+crash leaves them whole or leaves none, and how a damaged one is told from a sound one. What does
+not: what a run's state is (the engines), when it is saved and what it is laid over
+(`experiment.py`).
 
-A run directory has them in `checkpoint/event-000000001234/`, named by the number of events that had happened:
+A run directory has them in `checkpoint/event-000000001234/`, named by the number of events that had
+happened:
 
 - `tensors.safetensors` has the memory of every tensor, named by where it was met first;
 - `state.json` has everything else, in the form that `Encoder` describes;
 - `manifest.json` has the sizes and SHA-256 of both, and says which run and which event they are of.
 
-Nothing is unpickled and nothing is imported: reading makes objects of a few kinds only, see `class_of`.
+Nothing is unpickled and nothing is imported: reading makes objects of a few kinds only, see
+`class_of`.
 """
 
 from __future__ import annotations
@@ -52,14 +55,20 @@ STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
 
 @dataclass(frozen=True)
 class Every:
-    """How often a run is saved: after so many tokens that the model to take home has absorbed, or so many seconds here."""
+    """How often a run is saved: after so many tokens that the model to take home has absorbed, or
+    so many seconds here.
+    """
 
     tokens: int | None = None
     seconds: float | None = None
 
     def __str__(self) -> str:
         """As `parse_every` reads it."""
-        return f"{self.tokens}" if self.seconds is None else f"{np.format_float_positional(self.seconds, trim='-')}s"
+        return (
+            f"{self.tokens}"
+            if self.seconds is None
+            else f"{np.format_float_positional(self.seconds, trim='-')}s"
+        )
 
 
 def parse_every(text: str) -> Every:
@@ -73,7 +82,10 @@ def parse_every(text: str) -> Every:
             return Every(seconds=float(found[1]))
         case re.Match() as found if "." not in found[1] and int(found[1]) > 0:
             return Every(tokens=int(found[1]))
-    raise UserError(f"--checkpoint-every {text}: expected tokens, such as 1000000, or seconds on this machine, such as 600s")
+    raise UserError(
+        f"--checkpoint-every {text}: expected tokens, such as 1000000, or seconds on this machine, "
+        "such as 600s"
+    )
 
 
 # Values as JSON and tensors
@@ -84,8 +96,10 @@ class Surroundings:
     """What a state stands in and does not contain.
 
     Attributes:
-        things: objects that the state refers to and that are there already when it is read, by name.
-        modules: modules whose dataclasses may be made, besides archipel's own: the file of a method of the user's.
+        things: objects that the state refers to and that are there already when it is read, by
+            name.
+        modules: modules whose dataclasses may be made, besides archipel's own: the file of a method
+            of the user's.
     """
 
     things: Mapping[str, object]
@@ -99,34 +113,45 @@ class Refused(Exception):
 def class_of(name: str, modules: Sequence[ModuleType]) -> type | None:
     """The class called `module:Name`, if a checkpoint may hold one; else None.
 
-    It may if it is a dataclass or a pydantic model, is defined in the module that it is said to be in, and that module is
-    archipel's own or one of `modules`, and loaded already.
+    It may if it is a dataclass or a pydantic model, is defined in the module that it is said to be
+    in, and that module is archipel's own or one of `modules`, and loaded already.
     """
     place, _, qualname = name.partition(":")
     own = {place: sys.modules.get(place)} if place.split(".")[0] == "archipel" else {}
     found: Any = ({module.__name__: module for module in modules} | own).get(place)
     for part in qualname.split("."):
         found = getattr(found, part, None)
-    if isinstance(found, type) and found.__module__ == place and (is_dataclass(found) or issubclass(found, BaseModel)):
+    if (
+        isinstance(found, type)
+        and found.__module__ == place
+        and (is_dataclass(found) or issubclass(found, BaseModel))
+    ):
         return found
     return None
 
 
 def field_names(kind: type) -> list[str]:
     """The fields of a dataclass or pydantic model."""
-    return list(kind.model_fields) if issubclass(kind, BaseModel) else [part.name for part in fields(cast(Any, kind))]
+    return (
+        list(kind.model_fields)
+        if issubclass(kind, BaseModel)
+        else [part.name for part in fields(cast(Any, kind))]
+    )
 
 
 class Encoder:
     """Turns a state into what JSON can hold, and collects its tensors.
 
-    None, booleans, integers, strings and finite floats stand for themselves, a JSON array for a list. All else is an object with
-    one key, which says what it is: `{"tuple": […]}`, `{"dict": [[key, value], …]}`, `{"archipel.outer:Nesterov": [field, …]}`.
-    Whatever could be changed, or is large, is written once: where it comes again stands `{"ref": n}` for the n-th of those
-    written so far. So what was one object is one object again, and vectors that share memory share it again.
+    None, booleans, integers, strings and finite floats stand for themselves, a JSON array for a
+    list. All else is an object with one key, which says what it is: `{"tuple": […]}`, `{"dict":
+    [[key, value], …]}`, `{"archipel.outer:Nesterov": [field, …]}`. Whatever could be changed, or is
+    large, is written once: where it comes again stands `{"ref": n}` for the n-th of those written
+    so far. So what was one object is one object again, and vectors that share memory share it
+    again.
 
     Attributes:
-        tensors: the memory of each tensor, 1-D, by name. These are not copies: write them before anything changes.
+        tensors: the memory of each tensor, 1-D, by name. These are not copies: write them before
+            anything changes.
         classes: the fields of each class in the state.
     """
 
@@ -161,22 +186,47 @@ class Encoder:
         if kind in (tuple, set, frozenset):
             return {kind.__name__: self._all(value, path)}
         if kind is dict:
-            return {"dict": [[self.encode(key, path), self.encode(entry, f"{path}.{key}")] for key, entry in value.items()]}
+            return {
+                "dict": [
+                    [self.encode(key, path), self.encode(entry, f"{path}.{key}")]
+                    for key, entry in value.items()
+                ]
+            }
         if kind is NodeId:
             return {"node": list(value)}
-        if kind is Tensor and value.device.type == "cpu" and value.layout == torch.strided and not value.requires_grad:
-            return {"tensor": [self._name(value, path), list(value.shape), list(value.stride()), value.storage_offset()]}
+        if (
+            kind is Tensor
+            and value.device.type == "cpu"
+            and value.layout == torch.strided
+            and not value.requires_grad
+        ):
+            return {
+                "tensor": [
+                    self._name(value, path),
+                    list(value.shape),
+                    list(value.stride()),
+                    value.storage_offset(),
+                ]
+            }
         if kind is np.random.Generator and type(value.bit_generator) is np.random.PCG64:
             return {"generator": [value.bit_generator.state, value.bit_generator.seed_seq.state]}  # type: ignore[attr-defined]
         if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf":
             array = np.asarray(value)
             entries = [self.encode(entry, path) for entry in array.ravel().tolist()]
-            return {"scalar" if isinstance(value, np.generic) else "array": [array.dtype.str, list(array.shape), entries]}
+            return {
+                "scalar" if isinstance(value, np.generic) else "array": [
+                    array.dtype.str,
+                    list(array.shape),
+                    entries,
+                ]
+            }
         name = f"{kind.__module__}:{kind.__qualname__}"
         if class_of(name, self._modules) is not kind:
             raise UserError(
-                f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; it can hold plain values, "
-                f"tuples, lists, sets, dicts, tensors, numpy's numbers, arrays and generators, and dataclasses of the method's file"
+                f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+                "hold; it can hold plain values, "
+                "tuples, lists, sets, dicts, tensors, numpy's numbers, arrays and generators, and "
+                "dataclasses of the method's file"
             )
         names = self.classes.setdefault(name, field_names(kind))
         return {name: [self.encode(getattr(value, field), f"{path}.{field}") for field in names]}
@@ -189,15 +239,24 @@ class Encoder:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor.dtype
         if key not in self._memory:
-            self._memory[key] = name = f"{path}#{len(self.tensors)}" if path in self.tensors else path
+            self._memory[key] = name = (
+                f"{path}#{len(self.tensors)}" if path in self.tensors else path
+            )
             self.tensors[name] = torch.empty(0, dtype=tensor.dtype).set_(storage)
         return self._memory[key]
 
 
 class Decoder:
-    """Makes the state again that an `Encoder` has seen. What is wrong raises any of the errors in `MALFORMED`."""
+    """Makes the state again that an `Encoder` has seen. What is wrong raises any of the errors in
+    `MALFORMED`.
+    """
 
-    def __init__(self, surroundings: Surroundings, tensors: Mapping[str, Tensor], classes: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        tensors: Mapping[str, Tensor],
+        classes: Mapping[str, list[str]],
+    ) -> None:
         self._surroundings, self._tensors = surroundings, tensors
         self._kinds = {name: self._kind(name, names) for name, names in classes.items()}
         self._met: list[Any] = []
@@ -226,7 +285,9 @@ class Decoder:
                 result.update(self.decode(entry) for entry in content)
                 return result
             case name if (kind := self._kinds.get(name)) and is_dataclass(kind):
-                result = self._meet(object.__new__(kind))  # not by its constructor: this one had its start already
+                result = self._meet(
+                    object.__new__(kind)
+                )  # not by its constructor: this one had its start already
                 for field, entry in zip(field_names(kind), content, strict=True):
                     object.__setattr__(result, field, self.decode(entry))
                 return result
@@ -253,10 +314,17 @@ class Decoder:
                 return np.random.Generator(bits)
             case "array" | "scalar":
                 dtype, shape, entries = content
-                array = np.array([self.decode(entry) for entry in entries], np.dtype(dtype)).reshape(shape)
+                array = np.array(
+                    [self.decode(entry) for entry in entries], np.dtype(dtype)
+                ).reshape(shape)
                 return array if tag == "array" else array[()]
         kind: Any = self._kinds[tag]
-        return kind.model_validate({name: self.decode(entry) for name, entry in zip(field_names(kind), content, strict=True)})
+        return kind.model_validate(
+            {
+                name: self.decode(entry)
+                for name, entry in zip(field_names(kind), content, strict=True)
+            }
+        )
 
     def _meet(self, value: Any) -> Any:
         self._met.append(value)
@@ -267,7 +335,10 @@ class Decoder:
         if kind is None:
             raise TypeError(f"there is no {name!r} that may be made")
         if field_names(kind) != names:
-            raise TypeError(f"{name!r} has the fields {', '.join(names)} there and {', '.join(field_names(kind))} here")
+            raise TypeError(
+                f"{name!r} has the fields {', '.join(names)} there and "
+                f"{', '.join(field_names(kind))} here"
+            )
         return kind
 
 
@@ -276,8 +347,16 @@ MALFORMED = (AttributeError, LookupError, RuntimeError, TypeError, ValueError, S
 # On disk
 
 
-def save(folder: Path, event: int, state: Any, surroundings: Surroundings, recipe: str, every: Every | None = None) -> Path:
-    """Save `state` as it is after `event` events of the run of `recipe`; older checkpoints but one go. Its directory.
+def save(
+    folder: Path,
+    event: int,
+    state: Any,
+    surroundings: Surroundings,
+    recipe: str,
+    every: Every | None = None,
+) -> Path:
+    """Save `state` as it is after `event` events of the run of `recipe`; older checkpoints but one
+    go. Its directory.
 
     `every` is noted, so that the run is saved as often when it goes on.
 
@@ -301,7 +380,8 @@ def save(folder: Path, event: int, state: Any, surroundings: Surroundings, recip
 
 
 def load(folder: Path, surroundings: Surroundings, recipe: str) -> Any:
-    """The state in the newest sound checkpoint of the run of `recipe`; warns about each one that is refused on the way.
+    """The state in the newest sound checkpoint of the run of `recipe`; warns about each one that is
+    refused on the way.
 
     Raises:
         UserError: there is none.
@@ -321,7 +401,9 @@ def load(folder: Path, surroundings: Surroundings, recipe: str) -> Any:
 
 
 def noted_every(folder: Path) -> Every | None:
-    """How often the run was saved whose checkpoints are in `folder`, as the newest one says that can be asked."""
+    """How often the run was saved whose checkpoints are in `folder`, as the newest one says that
+    can be asked.
+    """
     for directory in reversed(checkpoints(folder)):
         with contextlib.suppress(Refused, UserError, *MALFORMED):
             every = json.loads(_bytes(directory / MANIFEST))["every"]
@@ -331,7 +413,9 @@ def noted_every(folder: Path) -> Every | None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, sound or not, oldest first."""
-    return sorted(path for path in folder.glob("event-*") if re.fullmatch(r"event-\d{12}", path.name))
+    return sorted(
+        path for path in folder.glob("event-*") if re.fullmatch(r"event-\d{12}", path.name)
+    )
 
 
 def verify(directory: Path, recipe: str) -> dict[str, bytes]:
@@ -343,21 +427,34 @@ def verify(directory: Path, recipe: str) -> dict[str, bytes]:
     manifest = directory / MANIFEST
     try:
         said = json.loads(_bytes(manifest))
-        file_format, event, recipe_sha256, files = said["format"], said["event"], said["recipe_sha256"], said["files"]
-        expected = {name: (files[name]["bytes"], files[name]["sha256"]) for name in (STATE, TENSORS)}
+        file_format, event, recipe_sha256, files = (
+            said["format"],
+            said["event"],
+            said["recipe_sha256"],
+            said["files"],
+        )
+        expected = {
+            name: (files[name]["bytes"], files[name]["sha256"]) for name in (STATE, TENSORS)
+        }
     except MALFORMED as error:
         raise Refused(f"{manifest} is not a manifest: {type(error).__name__}: {error}") from None
     if file_format != FORMAT:
-        raise Refused(f"{manifest} is of format {file_format!r}; this version of archipel reads {FORMAT}")
+        raise Refused(
+            f"{manifest} is of format {file_format!r}; this version of archipel reads {FORMAT}"
+        )
     if f"event-{event:012}" != directory.name:
         raise Refused(f"{manifest} is that of event {event}, not of {directory.name}")
     if recipe_sha256 != _sha256(recipe.encode()):
-        raise Refused(f"{manifest} is that of another run: its recipe is not this run's recipe.yaml")
+        raise Refused(
+            f"{manifest} is that of another run: its recipe is not this run's recipe.yaml"
+        )
     contents = {MANIFEST: _bytes(manifest)}
     for name, (size_bytes, sha256) in expected.items():
         contents[name] = content = _bytes(directory / name)
         if len(content) != size_bytes:
-            raise Refused(f"{directory / name} has {len(content):,} bytes and should have {size_bytes:,}")
+            raise Refused(
+                f"{directory / name} has {len(content):,} bytes and should have {size_bytes:,}"
+            )
         if _sha256(content) != sha256:
             raise Refused(f"{directory / name} has been altered: its SHA-256 is not the manifest's")
     return contents
@@ -366,16 +463,23 @@ def verify(directory: Path, recipe: str) -> dict[str, bytes]:
 def _files(state: Any, surroundings: Surroundings) -> tuple[bytes, bytes]:
     encoder = Encoder(surroundings)
     document = {"state": encoder.encode(state, "state"), "classes": encoder.classes}
-    return json.dumps(document, allow_nan=False, separators=(",", ":")).encode(), safetensors.torch.save(encoder.tensors)
+    return json.dumps(
+        document, allow_nan=False, separators=(",", ":")
+    ).encode(), safetensors.torch.save(encoder.tensors)
 
 
-def _write(directory: Path, event: int, document: bytes, tensors: bytes, recipe: str, every: Every | None) -> None:
+def _write(
+    directory: Path, event: int, document: bytes, tensors: bytes, recipe: str, every: Every | None
+) -> None:
     files = {STATE: document, TENSORS: tensors}
     manifest = {
         "format": FORMAT,
         "event": event,
         "recipe_sha256": _sha256(recipe.encode()),
-        "files": {name: {"bytes": len(content), "sha256": _sha256(content)} for name, content in files.items()},
+        "files": {
+            name: {"bytes": len(content), "sha256": _sha256(content)}
+            for name, content in files.items()
+        },
         "versions": _versions(),
         "every": every and str(every),
     }
@@ -397,24 +501,34 @@ def _write(directory: Path, event: int, document: bytes, tensors: bytes, recipe:
         shutil.rmtree(temporary, ignore_errors=True)
         last = [path for path in checkpoints(directory.parent) if path != directory][-1:]
         rest = f"the last one, {last[0].name}, is whole" if last else "there is none before it"
-        raise TrainingError(f"{directory}: this checkpoint cannot be written: {error.strerror or error}; {rest}") from None
+        raise TrainingError(
+            f"{directory}: this checkpoint cannot be written: {error.strerror or error}; {rest}"
+        ) from None
 
 
 def _read(directory: Path, surroundings: Surroundings, recipe: str) -> Any:
     contents = verify(directory, recipe)
     try:
         # In memory of their own: what is loaded shares one read-only buffer.
-        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(contents[TENSORS]).items()}
+        tensors = {
+            name: tensor.clone()
+            for name, tensor in safetensors.torch.load(contents[TENSORS]).items()
+        }
         document = json.loads(contents[STATE])
         state = Decoder(surroundings, tensors, document["classes"]).decode(document["state"])
     except MALFORMED as error:
         raise Refused(f"{directory / STATE} cannot be read: {error}") from None
     made_with = json.loads(contents[MANIFEST]).get("versions", {})
     changed = [
-        f"{name} {made_with.get(name)} then and {now} now" for name, now in _versions().items() if made_with.get(name) != now
+        f"{name} {made_with.get(name)} then and {now} now"
+        for name, now in _versions().items()
+        if made_with.get(name) != now
     ]
     if changed:
-        warnings.warn(f"{directory}: the run may go on differently than it would have: {', '.join(changed)}", stacklevel=3)
+        warnings.warn(
+            f"{directory}: the run may go on differently than it would have: {', '.join(changed)}",
+            stacklevel=3,
+        )
     return state
 
 

@@ -1,7 +1,7 @@
 """The command line.
 
-What belongs here: arguments, progress on the terminal, exit codes (0; 1: training could not go on; 2: the user's to
-mend; 130: Ctrl-C). What does not: anything that a program could not also call.
+What belongs here: arguments, progress on the terminal, exit codes (0; 1: training could not go on;
+2: the user's to mend; 130: Ctrl-C). What does not: anything that a program could not also call.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ if TYPE_CHECKING:  # it imports Ray, which takes a second
     from archipel.live.watch import Now
 
 app = typer.Typer(
-    help="Train one model over slow links: compare methods on a modelled network, then run one for real.",
+    help="Train one model over slow links: compare methods on a modelled network, then run one for "
+    "real.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -73,7 +74,13 @@ def _version(asked: bool) -> None:
 @app.callback()
 def archipel_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and do nothing else.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Print the version, and do nothing else.",
+        ),
     ] = False,
 ) -> None:
     """What all commands have."""
@@ -89,40 +96,73 @@ SECTIONS: dict[str, type[BaseModel]] = {
 DEFAULT_METHODS = "sync_sgd,diloco,diloco+dynamic_steps,async_local_sgd,noloco,halos"
 
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one setting; can be given often.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Change one setting; can be given often."
+    ),
 ]
-Processes = Annotated[int | None, typer.Option(min=1, help="Processes that compute gradients. Default: one a core, or one a GPU.")]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Processes that compute gradients. Default: one a core, or one a GPU."
+    ),
+]
 SAVE_EVERY = "600s"
 """How often the nodes of a live run save their parts, unless something else is asked for."""
 CheckpointEvery = Annotated[
     str | None,
     typer.Option(
-        metavar="TOKENS|SECONDSs", help="Save the run after so many tokens, or seconds here (600s); Ctrl-C saves it anyway."
+        metavar="TOKENS|SECONDSs",
+        help="Save the run after so many tokens, or seconds here (600s); Ctrl-C saves it anyway.",
     ),
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Stop at a training loss that is not finite; restart no worker.")]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Stop at a training loss that is not finite; restart no worker."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone on stdout.")]
 
 
 @app.command()
 def compare(
     method_list: Annotated[
-        str, typer.Option("--methods", metavar="A,B,…", help="Methods by name; `name+flag` switches a flag of its settings on.")
+        str,
+        typer.Option(
+            "--methods",
+            metavar="A,B,…",
+            help="Methods by name; `name+flag` switches a flag of its settings on.",
+        ),
     ] = DEFAULT_METHODS,
-    topology: Annotated[str, typer.Option(metavar="NAME|FILE", help="Preset or YAML file.")] = DEFAULT_TOPOLOGY,
-    profile: Annotated[str, typer.Option(help="Size and step time of the modelled job, or `measured`.")] = DEFAULT_PROFILE,
+    topology: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Preset or YAML file.")
+    ] = DEFAULT_TOPOLOGY,
+    profile: Annotated[
+        str, typer.Option(help="Size and step time of the modelled job, or `measured`.")
+    ] = DEFAULT_PROFILE,
     task: Annotated[
-        str, typer.Option(help="stdlib, synthetic, text (with --set task.path=…), none, or file.py:function.")
+        str,
+        typer.Option(
+            help="stdlib, synthetic, text (with --set task.path=…), none, or file.py:function."
+        ),
     ] = "stdlib",
-    steps: Annotated[int | None, typer.Option(min=1, help="Inner steps of all workers together. Default: 10000.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Inner steps of all workers together. Default: 10000.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Instead of --steps.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each method, with seeds run.seed, run.seed + 1, …")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of each method, with seeds run.seed, run.seed + 1, …")
+    ] = 1,
     settings: Set = None,
-    target_loss: Annotated[float | None, typer.Option(help="Default: the loss that the worst of the methods ends at.")] = None,
+    target_loss: Annotated[
+        float | None, typer.Option(help="Default: the loss that the worst of the methods ends at.")
+    ] = None,
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
     strict: Strict = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for run directories and the report. Default: runs/compare-DATE.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for run directories and the report. Default: runs/compare-DATE."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Which method trains fastest on this network? Real gradients, a modelled clock."""
@@ -140,20 +180,32 @@ def compare(
         settings or [],
     )
     recipes = [recipe.strictly() for recipe in recipes] if strict else recipes
-    run_all(recipes, out or _dated("compare"), processes, target_loss, checkpoint_every, as_json=as_json)
+    run_all(
+        recipes, out or _dated("compare"), processes, target_loss, checkpoint_every, as_json=as_json
+    )
 
 
 @app.command()
 def run(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="What to run; only `method` is required in it.")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(metavar="RECIPE.yaml", help="What to run; only `method` is required in it."),
+    ],
     settings: Set = None,
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
     check_invariants: Annotated[
-        bool, typer.Option("--check-invariants", help="Keep books and check them; a recipe with faults does so anyway.")
+        bool,
+        typer.Option(
+            "--check-invariants",
+            help="Keep books and check them; a recipe with faults does so anyway.",
+        ),
     ] = False,
     strict: Strict = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate one recipe."""
@@ -167,21 +219,31 @@ def run(
 
 @app.command()
 def resume(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or a folder that holds some.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A run directory, or a folder that holds some.")
+    ],
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
-    address: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Of live runs: see `archipel launch`.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Of live runs: see `archipel launch`.")] = False,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Of live runs: see `archipel launch`.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Of live runs: see `archipel launch`.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Go on with runs that were stopped: simulated ones as if they had not been, to the bit; live ones from their nodes' saves.
+    """Go on with runs that were stopped: simulated ones as if they had not been, to the bit; live
+    ones from their nodes' saves.
 
     They are saved as often as before.
     """
-    recipes = {path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)}
+    recipes = {
+        path: read_recipe(path / "recipe.yaml", []) for path in experiment.unfinished(directory)
+    }
     if not recipes:
         raise UserError(
-            f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose run has not ended, or of a live "
+            f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose "
+            "run has not ended, or of a live "
             "run its folder `checkpoint` is gone"
         )
     for path, recipe in recipes.items():
@@ -190,15 +252,26 @@ def resume(
     lively = {path: recipe for path, recipe in recipes.items() if experiment.is_live(path)}
     for path, recipe in lively.items():
         saved_every = every or noted_every(path / experiment.CHECKPOINTS / experiment.LIVE)
-        go_live(recipe, path, address, saved_every or parse_every(SAVE_EVERY), insecure=insecure, resume=True)
+        go_live(
+            recipe,
+            path,
+            address,
+            saved_every or parse_every(SAVE_EVERY),
+            insecure=insecure,
+            resume=True,
+        )
     target = next(iter(recipes.values())).run.target_loss
     recipes = {path: recipe for path, recipe in recipes.items() if path not in lively}
-    noted = filter(None, (noted_every(path / experiment.CHECKPOINTS) for path in recipes))  # runs of one command have one
+    noted = filter(
+        None, (noted_every(path / experiment.CHECKPOINTS) for path in recipes)
+    )  # runs of one command have one
     every = every or next(noted, None)
     diverged: list[str] = []
     with progress_of() as begin:
         # Runs of one comparison share a pool.
-        for _, group in groupby(recipes.items(), lambda item: (item[1].task, item[1].topology.workers, item[1].pipeline)):
+        for _, group in groupby(
+            recipes.items(), lambda item: (item[1].task, item[1].topology.workers, item[1].pipeline)
+        ):
             same = dict(group)
             with experiment.open_pool(next(iter(same.values())), processes) as pool:
                 diverged += simulate_all(same, pool, directory, begin, every, resume=True)
@@ -208,19 +281,35 @@ def resume(
 @app.command()
 def launch(
     recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE.yaml", help="What to run: the same file that `archipel run` simulates.")
+        Path,
+        typer.Argument(
+            metavar="RECIPE.yaml", help="What to run: the same file that `archipel run` simulates."
+        ),
     ],
     settings: Set = None,
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster. Default: a private one, on this machine.")
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A running Ray cluster. Default: a private one, on this machine.",
+        ),
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Join a cluster without token or encryption.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Join a cluster without token or encryption.")
+    ] = False,
     strict: Strict = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the run directory and the report. Default: runs/launch-DATE.")
+        Path | None,
+        typer.Option(
+            help="Folder for the run directory and the report. Default: runs/launch-DATE."
+        ),
     ] = None,
     checkpoint_every: Annotated[
-        str | None, typer.Option(metavar="TOKENS|SECONDSs", help=f"How often each node saves its part. Default: {SAVE_EVERY}.")
+        str | None,
+        typer.Option(
+            metavar="TOKENS|SECONDSs",
+            help=f"How often each node saves its part. Default: {SAVE_EVERY}.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -235,9 +324,17 @@ def launch(
 
 @app.command("report")
 def report_command(
-    directories: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Run directories, or folders that hold some.")],
-    target_loss: Annotated[float | None, typer.Option(help="Default: the loss that the worst of the runs ends at.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.html and the plots. Default: the first DIR.")] = None,
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR…", help="Run directories, or folders that hold some."),
+    ],
+    target_loss: Annotated[
+        float | None, typer.Option(help="Default: the loss that the worst of the runs ends at.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.html and the plots. Default: the first DIR."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Table, plots and one HTML page from runs that were made before."""
@@ -245,16 +342,28 @@ def report_command(
     found = [path for directory in directories for path in report.find(directory)]
     if not found:
         stopped = [str(directory) for directory in directories if experiment.unfinished(directory)]
-        hint = f"; what was stopped there goes on with `archipel resume {stopped[0]}`" if stopped else ""
-        raise UserError(f"no run directory (a folder with summary.json) in {', '.join(map(str, directories))}{hint}")
+        hint = (
+            f"; what was stopped there goes on with `archipel resume {stopped[0]}`"
+            if stopped
+            else ""
+        )
+        raise UserError(
+            "no run directory (a folder with summary.json) in "
+            f"{', '.join(map(str, directories))}{hint}"
+        )
     show([report.load(path) for path in found], out or directories[0], target_loss, as_json=as_json)
 
 
 @app.command("list")
 def list_command(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A method, task, topology or profile: its settings.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="A method, task, topology or profile: its settings."),
+    ] = None,
 ) -> None:
-    """Methods, tasks, topologies, profiles and studies; with a name, its settings, their defaults and what they mean."""
+    """Methods, tasks, topologies, profiles and studies; with a name, its settings, their defaults
+    and what they mean.
+    """
     if name is None:
         for kind, known in (
             ("methods", methods.names()),
@@ -264,7 +373,9 @@ def list_command(
             ("sections", list(SECTIONS)),
             ("studies", studies.names()),
         ):
-            out_console.print(f"{kind:<11} {', '.join(known)}", soft_wrap=True, markup=False, highlight=False)
+            out_console.print(
+                f"{kind:<11} {', '.join(known)}", soft_wrap=True, markup=False, highlight=False
+            )
         return
     config = (
         SECTIONS.get(name)
@@ -278,21 +389,33 @@ def list_command(
             table.add_row(*map(Text, (key, default, field.description or "")))
         out_console.print(table)
     elif name in PROFILES:
-        out_console.print(dump(PROFILES[name].model_dump(mode="json")), markup=False, highlight=False)
+        out_console.print(
+            dump(PROFILES[name].model_dump(mode="json")), markup=False, highlight=False
+        )
     elif name in PRESETS or name.startswith("internet-") or name.endswith((".yaml", ".yml")):
-        out_console.print(dump(load_topology(name).model_dump(mode="json")), markup=False, highlight=False)
+        out_console.print(
+            dump(load_topology(name).model_dump(mode="json")), markup=False, highlight=False
+        )
     else:
         known = [*methods.names(), *CONFIGS, *PROFILES, *PRESETS, *SECTIONS]
-        raise UserError(f"nothing is called {name!r}{nearest(name, known)}; `archipel list` shows all names")
+        raise UserError(
+            f"nothing is called {name!r}{nearest(name, known)}; `archipel list` shows all names"
+        )
 
 
 @app.command()
 def study(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(studies.names())}.")],
-    steps: Annotated[int, typer.Option(min=100, help="Inner steps of each run.")] = studies.Settings.steps,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(studies.names())}.")
+    ],
+    steps: Annotated[
+        int, typer.Option(min=100, help="Inner steps of each run.")
+    ] = studies.Settings.steps,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = studies.Settings.seeds,
     processes: Processes = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for runs and plots. Default: runs/NAME-DATE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for runs and plots. Default: runs/NAME-DATE.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer one question about a method with runs of its own."""
@@ -306,7 +429,12 @@ def study(
     table = Table(*answer.columns, box=None)
     for row in answer.rows:
         table.add_row(*map(str, row))
-    for text in (answer.headline, table, answer.finding, f"Plots: {', '.join(map(str, answer.plots))}"):
+    for text in (
+        answer.headline,
+        table,
+        answer.finding,
+        f"Plots: {', '.join(map(str, answer.plots))}",
+    ):
         out_console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -314,16 +442,28 @@ def study(
 def latency_command(
     workers: Annotated[int, typer.Option(min=2, help="n.")] = 1024,
     inner_steps: Annotated[int, typer.Option(min=1, help="m: inner steps of an outer step.")] = 100,
-    message_s: Annotated[float, typer.Option(help="Mean seconds of a message with one vector of weights.")] = 1.0,
-    sigma: Annotated[float, typer.Option(help="Standard deviation of the logarithm of a message's time.")] = 0.5,
+    message_s: Annotated[
+        float, typer.Option(help="Mean seconds of a message with one vector of weights.")
+    ] = 1.0,
+    sigma: Annotated[
+        float, typer.Option(help="Standard deviation of the logarithm of a message's time.")
+    ] = 0.5,
     step_s: Annotated[float, typer.Option(help="Mean seconds of an inner step.")] = 1.0,
-    step_cv: Annotated[float, typer.Option(help="Standard deviation of an inner step's time over its mean.")] = 0.1,
-    steps: Annotated[int, typer.Option(min=1, help="Inner steps of a worker in the whole run.")] = 25_000,
+    step_cv: Annotated[
+        float, typer.Option(help="Standard deviation of an inner step's time over its mean.")
+    ] = 0.1,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Inner steps of a worker in the whole run.")
+    ] = 25_000,
     seed: Annotated[int, typer.Option(min=0, help="Of the drawn times.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the plots. Default: runs/latency-DATE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the plots. Default: runs/latency-DATE.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """What pairs save against an all-reduce when messages take log-normal times. Drawn times; nothing is trained."""
+    """What pairs save against an all-reduce when messages take log-normal times. Drawn times;
+    nothing is trained.
+    """
     times = latency.LogNormal(message_s, sigma)
     job = latency.Job(times, workers, inner_steps, step_s, step_cv, steps=steps)
     _say("drawing message times; with the defaults this takes about half a minute")
@@ -334,17 +474,25 @@ def latency_command(
         return
     for table in latency.tables(result):
         out_console.print(table)
-    out_console.print(f"Plots: {', '.join(map(str, plots))}", soft_wrap=True, markup=False, highlight=False)
+    out_console.print(
+        f"Plots: {', '.join(map(str, plots))}", soft_wrap=True, markup=False, highlight=False
+    )
 
 
 @app.command("fuzz")
 def fuzz_command(
-    schedules: Annotated[int, typer.Option(min=1, help="Random runs, each with faults of its own.")] = 1000,
+    schedules: Annotated[
+        int, typer.Option(min=1, help="Random runs, each with faults of its own.")
+    ] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
-    processes: Annotated[int | None, typer.Option(min=1, help="Default: one a core. The result is the same.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Default: one a core. The result is the same.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Do the invariants hold whatever goes wrong? Random topologies, methods and faults; nothing is trained."""
+    """Do the invariants hold whatever goes wrong? Random topologies, methods and faults; nothing is
+    trained.
+    """
 
     def progress(done: int, failed: int) -> None:
         if done % max(1, schedules // 10) == 0:
@@ -362,7 +510,9 @@ def fuzz_command(
         sys.exit(1)
 
 
-theory_app = typer.Typer(help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None)
+theory_app = typer.Typer(
+    help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(theory_app, name="theory")
 
 
@@ -376,19 +526,33 @@ def theory_noloco(
     alpha: Annotated[float, typer.Option(help="α: outer momentum.")] = 0.5,
     beta: Annotated[float, typer.Option(help="β: outer learning rate.")] = 0.7,
     gamma: Annotated[float, typer.Option(help="γ: averaging strength.")] = 0.7,
-    curvature: Annotated[float, typer.Option(help="ωλ: inner learning rate times curvature; 0: the limit.")] = 0.0,
+    curvature: Annotated[
+        float, typer.Option(help="ωλ: inner learning rate times curvature; 0: the limit.")
+    ] = 0.0,
     inner_steps: Annotated[int, typer.Option(help="m: inner steps of an outer step.")] = 50,
     workers: Annotated[int | None, typer.Option(help="N. Default: infinitely many.")] = None,
     group_size: Annotated[int, typer.Option(help="n: workers that average together.")] = 2,
     conjecture: Annotated[
-        bool, typer.Option("--conjecture", help="Also how far off the paper's variance is, for several N; needs --curvature.")
+        bool,
+        typer.Option(
+            "--conjecture",
+            help="Also how far off the paper's variance is, for several N; needs --curvature.",
+        ),
     ] = False,
-    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for figures. Default: none are drawn.")] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for figures. Default: none are drawn."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Do NoLoCo's replicas stay together? Exact second moments on a quadratic; nothing is trained."""
+    """Do NoLoCo's replicas stay together? Exact second moments on a quadratic; nothing is
+    trained.
+    """
     if conjecture and not curvature:
-        raise UserError("--conjecture: a flat direction has no variance to compare; give a --curvature, such as 0.001")
+        raise UserError(
+            "--conjecture: a flat direction has no variance to compare; give a --curvature, such "
+            "as 0.001"
+        )
     try:
         setting = theory.Setting(alpha, beta, gamma, curvature, inner_steps, workers, group_size)
         verdict = theory.verdict(setting)
@@ -405,7 +569,11 @@ def theory_noloco(
         _say(f"{file} is not drawn: {why}")
     if as_json:
         fields = asdict(verdict)
-        empty = {key: None for key, value in fields.items() if isinstance(value, float) and math.isnan(value)}
+        empty = {
+            key: None
+            for key, value in fields.items()
+            if isinstance(value, float) and math.isnan(value)
+        }
         more = {"conjecture": [asdict(row) for row in compared]} if conjecture else {}
         print(json.dumps(fields | empty | more, allow_nan=False))
         return
@@ -416,38 +584,60 @@ def theory_noloco(
     out_console.print(
         f"{'stable' if verdict.stable else 'unstable'}: {given}, {crowd}, {where}\n"
         f"  stable window          {verdict.gamma_min:.2f} < γ < {verdict.gamma_max:.2f}\n"
-        f"  its limit              γ < {verdict.gamma_max_limit:.2f} (small curvature, many workers)\n"
+        f"  its limit              γ < {verdict.gamma_max_limit:.2f} (small curvature, many "
+        "workers)\n"
         f"  fastest contraction    γ = {verdict.gamma_best:.2f}\n"
-        f"  in one outer step      the mean is multiplied by {verdict.spectral_radius_mean:.4f} in the long run, "
+        f"  in one outer step      the mean is multiplied by {verdict.spectral_radius_mean:.4f} in "
+        "the long run, "
         f"the replicas' variance by {verdict.spectral_radius_spread:.4f}",
         soft_wrap=True, markup=False, highlight=False,
     )  # fmt: skip
     if conjecture:
-        title = "E(φ − mean of its group)²: exact over that of independent replicas, and over the conjectured 2((n − 1)/n)²·Var φ"
+        title = (
+            "E(φ − mean of its group)²: exact over that of independent replicas, and over the "
+            "conjectured 2((n − 1)/n)²·Var φ"
+        )
         out_console.print(title, soft_wrap=True, markup=False, highlight=False)
         table = Table("  workers", "exact/independent", "exact/conjectured", box=None)
         for row in compared:
-            one_group = "  (one group of all: replicas that start equal stay equal)" if row.exact_over_independent == 0 else ""
-            ratios = f"{row.exact_over_independent:.4f}", f"{row.exact_over_conjectured:.4f}{one_group}"
+            one_group = (
+                "  (one group of all: replicas that start equal stay equal)"
+                if row.exact_over_independent == 0
+                else ""
+            )
+            ratios = (
+                f"{row.exact_over_independent:.4f}",
+                f"{row.exact_over_conjectured:.4f}{one_group}",
+            )
             table.add_row(f"  {row.workers or '∞'}", *ratios)
         out_console.print(table)
     if drawn:
-        out_console.print(f"Plots: {', '.join(map(str, drawn))}", soft_wrap=True, markup=False, highlight=False)
+        out_console.print(
+            f"Plots: {', '.join(map(str, drawn))}", soft_wrap=True, markup=False, highlight=False
+        )
 
 
-def comparison(method_list: str, common: dict[str, Any], seeds: int, overrides: Sequence[str]) -> list[Recipe]:
-    """One recipe for each method and seed; overrides are `method.key`, `task.key`, `topology.key`, `profile.key` or `run.key`.
+def comparison(
+    method_list: str, common: dict[str, Any], seeds: int, overrides: Sequence[str]
+) -> list[Recipe]:
+    """One recipe for each method and seed; overrides are `method.key`, `task.key`, `topology.key`,
+    `profile.key` or `run.key`.
 
     Raises:
         UserError: something in them is unknown or impossible.
     """
     chosen = [_method_fields(text.strip()) for text in method_list.split(",") if text.strip()]
     if not chosen:
-        raise UserError(f"--methods {method_list!r}: name at least one of {', '.join(methods.names())}")
+        raise UserError(
+            f"--methods {method_list!r}: name at least one of {', '.join(methods.names())}"
+        )
     labels = [label for label, _ in chosen]
     if repeated := {label for label in labels if labels.count(label) > 1}:
         raise UserError(f"--methods: {', '.join(sorted(repeated))} is named twice")
-    sections: dict[str, Any] = {**common, "run": {key: value for key, value in common["run"].items() if value is not None}}
+    sections: dict[str, Any] = {
+        **common,
+        "run": {key: value for key, value in common["run"].items() if value is not None},
+    }
     for override in overrides:
         place, key, value = parse_override(override)
         matching = [fields for label, fields in chosen if place in (label, fields["name"])]
@@ -456,25 +646,40 @@ def comparison(method_list: str, common: dict[str, Any], seeds: int, overrides: 
         if place in sections:
             sections[place] = {**section(sections[place] or {}, place), key: value}
         elif not matching:
-            known = [*dict.fromkeys([*labels, *(fields["name"] for _, fields in chosen)]), *sections]
-            raise UserError(f"--set {override}: {place!r} is none of {', '.join(known)}{nearest(place, known)}")
+            known = [
+                *dict.fromkeys([*labels, *(fields["name"] for _, fields in chosen)]),
+                *sections,
+            ]
+            raise UserError(
+                f"--set {override}: {place!r} is none of {', '.join(known)}{nearest(place, known)}"
+            )
     first_seed = sections["run"].get("seed", 0)
     recipes = []
     for label, fields in chosen:
         for seed in range(seeds):
-            run = {**sections["run"], "seed": first_seed + seed if isinstance(first_seed, int) else first_seed}
-            recipes.append(parse_recipe({**sections, "method": dict(fields), "label": label, "run": run}))
+            run = {
+                **sections["run"],
+                "seed": first_seed + seed if isinstance(first_seed, int) else first_seed,
+            }
+            recipes.append(
+                parse_recipe({**sections, "method": dict(fields), "label": label, "run": run})
+            )
     return recipes
 
 
 def _method_fields(text: str) -> tuple[str, dict[str, Any]]:
     """A method's label and fields from `name` or `name+flag+flag`."""
     name, *flags = text.split("+")
-    known = [key for key, field in methods.load(name).Config.model_fields.items() if field.annotation is bool]
+    known = [
+        key
+        for key, field in methods.load(name).Config.model_fields.items()
+        if field.annotation is bool
+    ]
     for flag in flags:
         if flag not in known:
             raise UserError(
-                f"--methods {text}: {name} has no flag {flag!r}{nearest(flag, known)}; its flags: {', '.join(known) or 'none'}"
+                f"--methods {text}: {name} has no flag {flag!r}{nearest(flag, known)}; its flags: "
+                f"{', '.join(known) or 'none'}"
             )
     label = "+".join([Path(name).stem, *flags])
     return label, {"name": name, **dict.fromkeys(flags, True)}
@@ -503,7 +708,10 @@ def run_all(
             recipes = [replace(recipe, profile=profile) for recipe in recipes]
         experiment.prepare_output(out, names)
         directories = {out / name: recipe for name, recipe in zip(names, recipes, strict=True)}
-        for directory, recipe in directories.items():  # so that those whose turn has not come can be resumed too
+        for (
+            directory,
+            recipe,
+        ) in directories.items():  # so that those whose turn has not come can be resumed too
             experiment.start_directory(directory, recipe)
         try:
             diverged = simulate_all(directories, pool, out, begin, every)
@@ -511,7 +719,13 @@ def run_all(
             experiment.remove_unbegun(directories)
             raise
     finished = [directory for directory in directories if (directory / "summary.json").is_file()]
-    finish(finished, out, diverged, recipes[0].run.target_loss if target_loss is None else target_loss, as_json=as_json)
+    finish(
+        finished,
+        out,
+        diverged,
+        recipes[0].run.target_loss if target_loss is None else target_loss,
+        as_json=as_json,
+    )
 
 
 def simulate_all(
@@ -523,22 +737,35 @@ def simulate_all(
     *,
     resume: bool = False,
 ) -> list[str]:
-    """Simulate recipes that share a pool, each in its run directory; a line for each one that diverged."""
+    """Simulate recipes that share a pool, each in its run directory; a line for each one that
+    diverged.
+    """
     diverged: list[str] = []
     try:
         for directory, recipe in recipes.items():
             try:
-                experiment.simulate(recipe, pool, directory, begin(directory.name), every=every, resume=resume)
+                experiment.simulate(
+                    recipe, pool, directory, begin(directory.name), every=every, resume=resume
+                )
             except Diverged as error:  # one method's trouble is no reason to lose the others
                 diverged.append(f"{error} (seed {recipe.run.seed})")
     except KeyboardInterrupt:
         _complain(
-            f"interrupted; `archipel resume {out}` goes on from here; `archipel report {out}` shows what happened until then", 130
+            f"interrupted; `archipel resume {out}` goes on from here; `archipel report {out}` "
+            "shows what happened until then",
+            130,
         )
     return diverged
 
 
-def finish(finished: list[Path], out: Path, diverged: list[str], target_loss: float | None, *, as_json: bool) -> None:
+def finish(
+    finished: list[Path],
+    out: Path,
+    diverged: list[str],
+    target_loss: float | None,
+    *,
+    as_json: bool,
+) -> None:
     """Show the runs in the directories `finished`, then complain about the others."""
     if finished:
         show([report.load(directory) for directory in finished], out, target_loss, as_json=as_json)
@@ -549,7 +776,15 @@ def finish(finished: list[Path], out: Path, diverged: list[str], target_loss: fl
         raise Diverged("; ".join(diverged))
 
 
-def launch_one(recipe: Recipe, out: Path, address: str | None, every: Every | None, *, insecure: bool, as_json: bool) -> None:
+def launch_one(
+    recipe: Recipe,
+    out: Path,
+    address: str | None,
+    every: Every | None,
+    *,
+    insecure: bool,
+    as_json: bool,
+) -> None:
     """Run `recipe` live and show it."""
     name = f"{recipe.label}-seed{recipe.run.seed}"
     experiment.warn_of_divergence(recipe)
@@ -563,20 +798,46 @@ def launch_one(recipe: Recipe, out: Path, address: str | None, every: Every | No
 
 
 def go_live(
-    recipe: Recipe, directory: Path, address: str | None, every: Every | None, *, insecure: bool, resume: bool = False
+    recipe: Recipe,
+    directory: Path,
+    address: str | None,
+    every: Every | None,
+    *,
+    insecure: bool,
+    resume: bool = False,
 ) -> None:
     """Run `recipe` live in a run directory, or go on with the run that was stopped there."""
     from archipel.live import launch as live
 
     try:
         with live_progress_of(directory.name) as progress:
-            live.launch(recipe, directory, address=address, insecure=insecure, every=every, resume=resume, progress=progress)
+            live.launch(
+                recipe,
+                directory,
+                address=address,
+                insecure=insecure,
+                every=every,
+                resume=resume,
+                progress=progress,
+            )
     except KeyboardInterrupt:
-        left = f"; `archipel report {directory}` shows what happened until then" if directory.exists() else ""
-        goes_on = f"; `archipel resume {directory}` goes on from here" if experiment.unfinished(directory) else ""
+        left = (
+            f"; `archipel report {directory}` shows what happened until then"
+            if directory.exists()
+            else ""
+        )
+        goes_on = (
+            f"; `archipel resume {directory}` goes on from here"
+            if experiment.unfinished(directory)
+            else ""
+        )
         _complain(f"interrupted{goes_on}{left}", 130)
     except TrainingError as error:
-        goes_on = f"; `archipel resume {directory}` goes on from the last save" if experiment.unfinished(directory) else ""
+        goes_on = (
+            f"; `archipel resume {directory}` goes on from the last save"
+            if experiment.unfinished(directory)
+            else ""
+        )
         raise TrainingError(f"{error}{goes_on}") from None
 
 
@@ -630,7 +891,8 @@ def _plain_progress(name: str) -> experiment.Progress:
         if tenth > shown:
             shown = tenth
             log_console.print(
-                f"{name}: {steps:,}/{planned:,} steps, {clock_s:,.0f} s modelled, {time.perf_counter() - started:.0f} s here",
+                f"{name}: {steps:,}/{planned:,} steps, {clock_s:,.0f} s modelled, "
+                f"{time.perf_counter() - started:.0f} s here",
                 soft_wrap=True, markup=False, highlight=False,
             )  # fmt: skip
 
@@ -639,7 +901,9 @@ def _plain_progress(name: str) -> experiment.Progress:
 
 @contextmanager
 def live_progress_of(name: str) -> Iterator[Callable[[Now], None]]:
-    """How a live run stands: a bar on a terminal; elsewhere a plain line on stderr every tenth of the run, and every minute."""
+    """How a live run stands: a bar on a terminal; elsewhere a plain line on stderr every tenth of
+    the run, and every minute.
+    """
     if log_console.is_terminal:
         columns = (
             TextColumn("{task.description}"),
@@ -649,7 +913,9 @@ def live_progress_of(name: str) -> Iterator[Callable[[Now], None]]:
         )
         with Progress(*columns, console=log_console) as bars:
             bar = bars.add_task(name, total=None, says="starting")
-            yield lambda now: bars.update(bar, completed=now.inner_steps, total=now.planned, says=_in_words(now))
+            yield lambda now: bars.update(
+                bar, completed=now.inner_steps, total=now.planned, says=_in_words(now)
+            )
         return
     shown, shown_s = -1, 0.0
 
@@ -672,7 +938,9 @@ def _in_words(now: Now) -> str:
         said.append(f"{now.tokens_per_s:,.0f} tokens/s")
     if now.idle:
         most = max(now.idle, key=lambda node: now.idle[node])
-        said.append(f"idle {sum(now.idle.values()) / len(now.idle):.0%} (most: {most} {now.idle[most]:.0%})")
+        said.append(
+            f"idle {sum(now.idle.values()) / len(now.idle):.0%} (most: {most} {now.idle[most]:.0%})"
+        )
     if now.late is not None:
         said.append(f"late: {now.late}")
     return ", ".join(said)
@@ -688,10 +956,14 @@ def _dated(command: str) -> Path:
 
 
 def main() -> None:
-    """Run the command line and turn errors into one line and an exit code, and warnings into one line."""
+    """Run the command line and turn errors into one line and an exit code, and warnings into one
+    line.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show Greek shows a question mark
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal that cannot show Greek shows a question mark
     warnings.showwarning = lambda message, *_: _say(f"archipel: warning: {message}")
     try:
         sys.exit(app(standalone_mode=False) or 0)

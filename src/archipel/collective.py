@@ -1,23 +1,28 @@
 """How the members of a collective go on together when one of them is lost or comes back.
 
-What belongs here: the part that all methods with an all-reduce share. What does not: what is reduced, and what is done with
-the mean.
+What belongs here: the part that all methods with an all-reduce share. What does not: what is
+reduced, and what is done with the mean.
 
-All members hold the same model and take the same rounds. Each `Reduced` says whose mean it is, so that all agree on who took
-part. The one of them who has been there longest, the first of `group`, holds the model that a user takes home, and has one more
-duty:
+All members hold the same model and take the same rounds. Each `Reduced` says whose mean it is, so
+that all agree on who took part. The one of them who has been there longest, the first of `group`,
+holds the model that a user takes home, and has one more duty:
 
-- A **newcomer** (it joins late, or has crashed and restarted) has no model. It says `Hello` to all and waits.
-- At the start of the next round the **holder** sends it the `State` of that round and names it in its own all-reduce. An
-  all-reduce waits for whoever any member names, so that nobody else has to know beforehand.
-- If nobody is left who has a model, the newcomer with the most rounds in its save becomes the holder, and starts a new *term*.
+- A **newcomer** (it joins late, or has crashed and restarted) has no model. It says `Hello` to all
+  and waits.
+- At the start of the next round the **holder** sends it the `State` of that round and names it in
+  its own all-reduce. An all-reduce waits for whoever any member names, so that nobody else has to
+  know beforehand.
+- If nobody is left who has a model, the newcomer with the most rounds in its save becomes the
+  holder, and starts a new *term*.
 
-A newcomer goes by what the others have told it, and one of them may have got a model since, from somebody who was then lost.
-So two may hold a model at once. Each of them sends its `State` to all others, and whoever gets one of a later term takes it: the
-later term wins, and what the other one has done is lost.
+A newcomer goes by what the others have told it, and one of them may have got a model since, from
+somebody who was then lost. So two may hold a model at once. Each of them sends its `State` to all
+others, and whoever gets one of a later term takes it: the later term wins, and what the other one
+has done is lost.
 
-A member that cannot be reached is still a member: nobody can tell it from one that goes on by itself, and two groups
-that go on apart would be two models. So a collective waits until the link is up again.
+A member that cannot be reached is still a member: nobody can tell it from one that goes on by
+itself, and two groups that go on apart would be two models. So a collective waits until the link is
+up again.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ from dataclasses import dataclass, field
 from archipel.actor import Actor, Context, Group, Joined, Lost, Message, NodeId, Vector
 
 Term = tuple[int, int]
-"""How often somebody has had to start again with all others, and the rank of the last one who has."""
+"""How often somebody has had to start again with all others, and the rank of the last one who has.
+"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +66,8 @@ class Member(Actor):
     Attributes:
         theta: the model at the start of the round, equal on all members.
         everybody: all who may ever be members, in rank order.
-        group: those who take part in this round, as far as I know; those who have been there longest first, then by rank.
+        group: those who take part in this round, as far as I know; those who have been there
+            longest first, then by rank.
         term: in which I take part.
         round: the number of this round.
         progress: inner steps that the model has absorbed, of all members together.
@@ -68,8 +75,10 @@ class Member(Actor):
         outdated: and when they are, they are of a round that is over.
         waiting: I am a newcomer.
         since: the round from which each of them has taken part, where that is not the first.
-        lost_lately: those who were lost in this round; a State that names them may be older than that.
-        newcomers: those others who wait, and the terms and rounds of their saves; until it is agreed that they take part.
+        lost_lately: those who were lost in this round; a State that names them may be older than
+            that.
+        newcomers: those others who wait, and the terms and rounds of their saves; until it is
+            agreed that they take part.
         gone: those who have crashed or left.
     """
 
@@ -107,14 +116,17 @@ class Member(Actor):
             self.compute(ctx)
 
     def computed(self, ctx: Context) -> bool:
-        """Inner steps are done. If they are of a round that is over, ask for those of this one, and say no."""
+        """Inner steps are done. If they are of a round that is over, ask for those of this one, and
+        say no.
+        """
         self.computing = False
         if self.outdated:
             self.begin(ctx)
         return not self.computing
 
     def agree(self, group: Group) -> None:
-        """These, and nobody else, have taken part in the round; so everybody knows, in the same order.
+        """These, and nobody else, have taken part in the round; so everybody knows, in the same
+        order.
 
         Who was lost after it had given its part, and before I knew the mean, takes part no longer.
         """
@@ -127,13 +139,18 @@ class Member(Actor):
         taking_part = set(members)
         self.since = {node: number for node, number in self.since.items() if node in taking_part}
         self.group = tuple(
-            sorted((node for node in self.everybody if node in taking_part), key=lambda node: self.since.get(node, 0))
+            sorted(
+                (node for node in self.everybody if node in taking_part),
+                key=lambda node: self.since.get(node, 0),
+            )
         )
 
     def next_round(self, ctx: Context) -> None:
         """All of `group` have taken their step, and `progress` is up to date: go on together."""
         self.round += 1
-        self.newcomers = {node: number for node, number in self.newcomers.items() if node not in self.group}
+        self.newcomers = {
+            node: number for node, number in self.newcomers.items() if node not in self.group
+        }
         if self.holds:
             self.invite(ctx)
         self.begin(ctx)
@@ -156,18 +173,28 @@ class Member(Actor):
                 self.gone.pop(node, None)
                 if self.waiting:  # what I said to it, or what it answered, may have been lost
                     self.say_hello((node,), ctx)
-                elif self.holds and node in self.newcomers and node in self.group:  # or how I invited it
+                elif (
+                    self.holds and node in self.newcomers and node in self.group
+                ):  # or how I invited it
                     self.send_state(node, ctx)
             case Hello() if self.holds and sender in self.group:
                 self.send_state(sender, ctx)
             case Hello(term=term, round=number):
                 self.newcomers[sender] = term, number
                 self.start_if_nobody_else_can(ctx)
-            case State(theta=theta, momentum=momentum, term=term, round=number) if self.waiting or (term, number) > (
+            case State(theta=theta, momentum=momentum, term=term, round=number) if self.waiting or (
+                term,
+                number,
+            ) > (
                 self.term,
                 self.round,
             ):
-                self.theta, self.term, self.round, self.since = theta.clone(), term, number, {**message.since}
+                self.theta, self.term, self.round, self.since = (
+                    theta.clone(),
+                    term,
+                    number,
+                    {**message.since},
+                )
                 self.progress = message.progress
                 self.regroup(node for node in message.group if node not in self.lost_lately)
                 self.take_over(momentum)
@@ -180,7 +207,9 @@ class Member(Actor):
                 ctx.send(node, Hello(self.term, self.round))
 
     def start_if_nobody_else_can(self, ctx: Context) -> None:
-        """If I am a newcomer, and all others are gone or newcomers too: the one who knows most starts."""
+        """If I am a newcomer, and all others are gone or newcomers too: the one who knows most
+        starts.
+        """
         known = {**self.newcomers, self.me: (self.term, self.round)}
         if self.waiting and all(node in known or node in self.gone for node in self.everybody):
             most = max(known.values())

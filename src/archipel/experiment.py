@@ -1,7 +1,7 @@
 """From a recipe to a run directory. The only room that sees all others.
 
-What belongs here: putting the parts together, progress while they run, and the files that a run leaves. What does not: what any
-part does.
+What belongs here: putting the parts together, progress while they run, and the files that a run
+leaves. What does not: what any part does.
 """
 
 from __future__ import annotations
@@ -50,12 +50,21 @@ from archipel.topology import Profile
 from archipel.vector import Layout
 
 Progress = Callable[[int, int, float], None]
-"""Told (inner steps absorbed, inner steps planned, seconds on the engine's clock) while a run goes on."""
+"""Told (inner steps absorbed, inner steps planned, seconds on the engine's clock) while a run goes
+on.
+"""
 CHECKPOINTS = "checkpoint"
 """The folder of a run directory that holds its checkpoints, until the run has ended."""
 LIVE = "live"
 """The folder, in that one, in which each node of a live run has one of its own."""
-LEFT = {"recipe.yaml", "metrics.jsonl", "trace.json", "weights.safetensors", "summary.json", CHECKPOINTS}
+LEFT = {
+    "recipe.yaml",
+    "metrics.jsonl",
+    "trace.json",
+    "weights.safetensors",
+    "summary.json",
+    CHECKPOINTS,
+}
 """What can be in a run directory."""
 INTERRUPTED = "interrupted"
 """What a summary says under `stopped` if Ctrl-C did it."""
@@ -63,14 +72,29 @@ INTERRUPTED = "interrupted"
 
 @contextlib.contextmanager
 def open_pool(recipe: Recipe, processes: int | None) -> Iterator[Pool | None]:
-    """The pool for a recipe, and for all others with its task and workers; None if nothing is trained."""
+    """The pool for a recipe, and for all others with its task and workers; None if nothing is
+    trained.
+    """
     threads = torch.get_num_threads()
     if isinstance(recipe.task, NoTask):
         yield None
         return
-    with Pool(recipe.task, [worker.id for worker in recipe.topology.workers], processes, pipeline_of(recipe)) as pool:
-        if pool.task.autocast == torch.bfloat16 and "cpu" in pool.devices and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            warnings.warn("this CPU has no bf16 arithmetic and emulates it; precision fp32 is many times faster", stacklevel=2)
+    with Pool(
+        recipe.task,
+        [worker.id for worker in recipe.topology.workers],
+        processes,
+        pipeline_of(recipe),
+    ) as pool:
+        if (
+            pool.task.autocast == torch.bfloat16
+            and "cpu" in pool.devices
+            and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        ):
+            warnings.warn(
+                "this CPU has no bf16 arithmetic and emulates it; precision fp32 is many times "
+                "faster",
+                stacklevel=2,
+            )
         torch.set_num_threads(1)  # outer steps must not take the pool's cores
         try:
             yield pool
@@ -79,7 +103,8 @@ def open_pool(recipe: Recipe, processes: int | None) -> Iterator[Pool | None]:
 
 
 def measure_profile(pool: Pool | None) -> Profile:
-    """The profile `measured`: the weights of this task, and the time of one of its inner steps on this machine.
+    """The profile `measured`: the weights of this task, and the time of one of its inner steps on
+    this machine.
 
     Raises:
         UserError: nothing is trained, so there is nothing to measure.
@@ -99,46 +124,64 @@ def measure_profile(pool: Pool | None) -> Profile:
 def pipeline_of(recipe: Recipe) -> Pipeline | None:
     """How the recipe's workers share the stages of their replicas; None: each has a whole one."""
     workers, config = [worker.id for worker in recipe.topology.workers], recipe.pipeline
-    return Pipeline.of(workers, config.stages, config.micro_batches, config.routing) if config.stages > 1 else None
+    return (
+        Pipeline.of(workers, config.stages, config.micro_batches, config.routing)
+        if config.stages > 1
+        else None
+    )
 
 
-def build_actors(recipe: Recipe, pipeline: Pipeline | None, theta: Vector, layouts: Sequence[Layout]) -> list[Actor]:
-    """The recipe's actors; of a pipeline, the method's once for each stage, which does not know that there are others.
+def build_actors(
+    recipe: Recipe, pipeline: Pipeline | None, theta: Vector, layouts: Sequence[Layout]
+) -> list[Actor]:
+    """The recipe's actors; of a pipeline, the method's once for each stage, which does not know
+    that there are others.
 
     Args:
         theta: the weights to start from.
         layouts: of the stages, one where there is no pipeline; empty where nothing is trained.
 
     Raises:
-        UserError: the method has nodes that are not workers (servers), so that it cannot run once a stage.
+        UserError: the method has nodes that are not workers (servers), so that it cannot run once a
+            stage.
     """
     method, workers, seed = methods.load(recipe.method), recipe.topology.workers, recipe.run.seed
     if pipeline is None:
-        return list(method.build(recipe.config, World(workers, layouts[0].parameters if layouts else 0, seed), theta))
+        return list(
+            method.build(
+                recipe.config, World(workers, layouts[0].parameters if layouts else 0, seed), theta
+            )
+        )
     actors: list[Actor] = []
     thetas = split(theta, layouts) if layouts else [theta] * pipeline.stages
     for k, nodes in enumerate(pipeline.nodes):
         # Each stage draws its own random peers.
         stage_seed = int(np.random.default_rng((seed, 0x57A6E, k)).integers(2**31))
-        world = World(workers[k :: pipeline.stages], layouts[k].parameters if layouts else 0, stage_seed)
+        world = World(
+            workers[k :: pipeline.stages], layouts[k].parameters if layouts else 0, stage_seed
+        )
         built = method.build(recipe.config, world, thetas[k])
         if {actor.me for actor in built} != set(nodes):
             servers = ", ".join(str(actor.me) for actor in built if actor.me not in nodes)
             raise UserError(
-                f"pipeline.stages = {pipeline.stages}: {recipe.label} cannot run in stages, for it has nodes that are no "
+                f"pipeline.stages = {pipeline.stages}: {recipe.label} cannot run in stages, for it "
+                "has nodes that are no "
                 f"workers: {servers}; noloco and diloco can"
             )
         actors += built
     if getattr(recipe.config, "dynamic_steps", False):
         raise UserError(
-            f"pipeline.stages = {pipeline.stages}: {recipe.label} cannot run in stages with dynamic_steps, for all nodes of a "
+            f"pipeline.stages = {pipeline.stages}: {recipe.label} cannot run in stages with "
+            "dynamic_steps, for all nodes of a "
             "pipeline take equally many inner steps"
         )
     return actors
 
 
 def check_reachable(recipe: Recipe) -> None:
-    """Raise a `UserError` if a node of the recipe's method cannot reach another that it talks to."""
+    """Raise a `UserError` if a node of the recipe's method cannot reach another that it talks
+    to.
+    """
     pipeline = pipeline_of(recipe)
     actors = build_actors(recipe, pipeline, torch.empty(0), ())
     recipe.topology.check_reachable((actor.me, peer) for actor in actors for peer in actor.peers())
@@ -147,21 +190,26 @@ def check_reachable(recipe: Recipe) -> None:
 
 
 def warn_of_divergence(recipe: Recipe) -> None:
-    """Warn if NoLoCo's averaging strength lies outside the window in which its replicas stay together (see `theory.py`).
+    """Warn if NoLoCo's averaging strength lies outside the window in which its replicas stay
+    together (see `theory.py`).
 
     A network has flat directions, so the window is that of vanishing curvature.
     """
     config, workers = recipe.config, recipe.replicas
     if recipe.method != "noloco" or workers < 2:
         return
-    alpha, beta, gamma, size = (getattr(config, name) for name in ("alpha", "beta", "gamma", "group_size"))
+    alpha, beta, gamma, size = (
+        getattr(config, name) for name in ("alpha", "beta", "gamma", "group_size")
+    )
     if size == 1:  # nobody averages: replicas are meant to go their own ways
         return
     verdict = theory.verdict(theory.Setting(alpha, beta, gamma, workers=workers, group_size=size))
     if not verdict.stable:
         warnings.warn(
-            f"{recipe.label}: gamma = {gamma} will drive the replicas apart: with alpha = {alpha}, groups of {size} and "
-            f"{workers} workers they stay together for {verdict.gamma_min:.2f} < gamma < {verdict.gamma_max:.2f}, and come "
+            f"{recipe.label}: gamma = {gamma} will drive the replicas apart: with alpha = {alpha}, "
+            f"groups of {size} and "
+            f"{workers} workers they stay together for {verdict.gamma_min:.2f} < gamma < "
+            f"{verdict.gamma_max:.2f}, and come "
             f"together fastest with gamma = {verdict.gamma_best:.2f} (see: archipel theory noloco)",
             stacklevel=2,
         )
@@ -189,17 +237,20 @@ def simulate(
     every: Every | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Run `recipe` on the virtual clock in the run directory `directory`; its summary, which is also the last file written there.
+    """Run `recipe` on the virtual clock in the run directory `directory`; its summary, which is
+    also the last file written there.
 
-    A checkpoint is saved `every` so often and on Ctrl-C; then the directory also holds what happened until then, and
-    `KeyboardInterrupt` goes on. A second Ctrl-C does not wait for the checkpoint. What fails leaves the directory with
-    its checkpoints if it has any, and a run that would fail again none at all.
+    A checkpoint is saved `every` so often and on Ctrl-C; then the directory also holds what
+    happened until then, and `KeyboardInterrupt` goes on. A second Ctrl-C does not wait for the
+    checkpoint. What fails leaves the directory with its checkpoints if it has any, and a run that
+    would fail again none at all.
 
     Args:
         resume: go on from the newest sound checkpoint in `directory`, if there are any.
 
     Raises:
-        UserError: the recipe cannot run: an unreachable node, a loss that is not finite. None of the checkpoints is sound.
+        UserError: the recipe cannot run: an unreachable node, a loss that is not finite. None of
+            the checkpoints is sound.
         TrainingError: see `Simulator.run` and `checkpoint.save`.
     """
     started = time.perf_counter()
@@ -221,18 +272,32 @@ def simulate(
                 if stopped is not None:
                     break
                 try:
-                    save_checkpoint(directory, recipe, simulator, time.perf_counter() - started, every)
+                    save_checkpoint(
+                        directory, recipe, simulator, time.perf_counter() - started, every
+                    )
                 except (UserError, TrainingError) as error:
                     if not interrupted():
                         raise
                     warnings.warn(f"{recipe.label}: {error}", stacklevel=2)
                 if interrupted():
                     raise KeyboardInterrupt
-            summary = leave(directory, recipe, _ended(recipe, simulator, pool), stopped, time.perf_counter() - started)
+            summary = leave(
+                directory,
+                recipe,
+                _ended(recipe, simulator, pool),
+                stopped,
+                time.perf_counter() - started,
+            )
         except KeyboardInterrupt:
             with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
                 simulator.collect_evaluations()  # those under way take a moment each
-            leave(directory, recipe, _ended(recipe, simulator, pool), INTERRUPTED, time.perf_counter() - started)
+            leave(
+                directory,
+                recipe,
+                _ended(recipe, simulator, pool),
+                INTERRUPTED,
+                time.perf_counter() - started,
+            )
             raise
         except Exception as error:
             if isinstance(error, UserError) or not checkpoint.checkpoints(directory / CHECKPOINTS):
@@ -245,7 +310,9 @@ def simulate(
     return summary
 
 
-def make_simulator(recipe: Recipe, pool: Pool | None, progress: Progress = lambda *_: None) -> Simulator:
+def make_simulator(
+    recipe: Recipe, pool: Pool | None, progress: Progress = lambda *_: None
+) -> Simulator:
     """A simulator that is ready to run `recipe`, which has a profile, from its start.
 
     Raises:
@@ -253,12 +320,19 @@ def make_simulator(recipe: Recipe, pool: Pool | None, progress: Progress = lambd
     """
     assert recipe.profile is not None
     tokens_per_step = pool.task.tokens_per_step if pool else None
-    steps, seed, workers = planned_steps(recipe, tokens_per_step), recipe.run.seed, recipe.topology.workers
+    steps, seed, workers = (
+        planned_steps(recipe, tokens_per_step),
+        recipe.run.seed,
+        recipe.topology.workers,
+    )
     pipeline = pipeline_of(recipe)
     if pool:
         pool.begin(Run(steps, recipe.replicas, seed))
         layouts = [replica.layout for replica in pool.stages]
-        theta, parameters = pool.replica.layout.read(pool.replica.module), pool.replica.layout.parameters
+        theta, parameters = (
+            pool.replica.layout.read(pool.replica.module),
+            pool.replica.layout.parameters,
+        )
     else:
         theta, parameters, layouts = torch.empty(0), 0, []
     actors = build_actors(recipe, pipeline, theta, layouts)
@@ -283,7 +357,9 @@ def make_simulator(recipe: Recipe, pool: Pool | None, progress: Progress = lambd
         parameters=parameters,
         seed=seed,
         pipeline=pipeline,
-        faults=make_faults(recipe.faults, recipe.topology, [actor.me for actor in actors], seed) if recipe.faults else None,
+        faults=make_faults(recipe.faults, recipe.topology, [actor.me for actor in actors], seed)
+        if recipe.faults
+        else None,
         screening=recipe.screening(live=False),
         strict=recipe.run.strict,
     )
@@ -293,13 +369,22 @@ def make_simulator(recipe: Recipe, pool: Pool | None, progress: Progress = lambd
 
 
 def check_every(every: Every | None, pool: Pool | None) -> None:
-    """Raise a `UserError` if checkpoints are to be saved after so many tokens and nothing is trained."""
+    """Raise a `UserError` if checkpoints are to be saved after so many tokens and nothing is
+    trained.
+    """
     if every and every.tokens is not None and pool is None:
-        raise UserError(f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds on this machine, such as 600s")
+        raise UserError(
+            f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds on this "
+            "machine, such as 600s"
+        )
 
 
-def _when_to_save(every: Every | None, simulator: Simulator, interrupted: Callable[[], bool]) -> Callable[[], bool]:
-    """Tells when the next checkpoint is due: on Ctrl-C, or the first of those `every` so often from now on."""
+def _when_to_save(
+    every: Every | None, simulator: Simulator, interrupted: Callable[[], bool]
+) -> Callable[[], bool]:
+    """Tells when the next checkpoint is due: on Ctrl-C, or the first of those `every` so often from
+    now on.
+    """
     match every:
         case Every(tokens=int(tokens)):
             assert simulator.tokens_per_step is not None
@@ -313,32 +398,51 @@ def _when_to_save(every: Every | None, simulator: Simulator, interrupted: Callab
             return interrupted
 
 
-def save_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float, every: Every | None = None) -> Path:
-    """Save a run between two of its events, in its run directory; where. It has taken `wall_s` so far; `every` is noted.
+def save_checkpoint(
+    directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float, every: Every | None = None
+) -> Path:
+    """Save a run between two of its events, in its run directory; where. It has taken `wall_s` so
+    far; `every` is noted.
 
     Raises:
         UserError, TrainingError: see `checkpoint.save`; and a process of the pool may have died.
     """
-    trainer = simulator.trainer.state()  # first: it waits for all jobs, whose results are part of the simulator's state
+    trainer = (
+        simulator.trainer.state()
+    )  # first: it waits for all jobs, whose results are part of the simulator's state
     state = {"trainer": trainer, "simulator": simulator.state(), "wall_s": wall_s}
     surroundings = _surroundings(recipe, simulator)
-    return checkpoint.save(directory / CHECKPOINTS, simulator.events, state, surroundings, _recipe_text(directory), every)
+    return checkpoint.save(
+        directory / CHECKPOINTS,
+        simulator.events,
+        state,
+        surroundings,
+        _recipe_text(directory),
+        every,
+    )
 
 
 def load_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator) -> float:
-    """Put a simulator that has not run where the newest sound checkpoint was saved; the seconds that the run had taken.
+    """Put a simulator that has not run where the newest sound checkpoint was saved; the seconds
+    that the run had taken.
 
     Raises:
         UserError: there is none.
     """
-    state = checkpoint.load(directory / CHECKPOINTS, _surroundings(recipe, simulator), _recipe_text(directory))
+    state = checkpoint.load(
+        directory / CHECKPOINTS, _surroundings(recipe, simulator), _recipe_text(directory)
+    )
     simulator.trainer.restore(state["trainer"])
     simulator.restore(state["simulator"])
     return float(state["wall_s"])
 
 
 def _surroundings(recipe: Recipe, simulator: Simulator) -> Surroundings:
-    things = {"simulator": simulator, "trainer": simulator.trainer, "on_progress": simulator.recorder.on_progress}
+    things = {
+        "simulator": simulator,
+        "trainer": simulator.trainer,
+        "on_progress": simulator.recorder.on_progress,
+    }
     return Surroundings(things, [cast(ModuleType, methods.load(recipe.method))])
 
 
@@ -348,7 +452,9 @@ def _recipe_text(directory: Path) -> str:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Put Ctrl-C off, and tell whether it has been pressed. The second one is a `KeyboardInterrupt` at once, as ever."""
+    """Put Ctrl-C off, and tell whether it has been pressed. The second one is a `KeyboardInterrupt`
+    at once, as ever.
+    """
     pressed = threading.Event()
 
     def press(*_: object) -> None:
@@ -356,7 +462,10 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     # Only the main thread may; and a program that has its own way with Ctrl-C keeps it.
-    usual = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    usual = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
     if usual:
         signal.signal(signal.SIGINT, press)
     try:
@@ -416,9 +525,12 @@ def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         task=pool.task if pool else None,
         layout=pool.replica.layout if pool else None,
         integers=pool.integers() if pool else {},
-        real=f"gradients of {pool.task.description}" if pool else "nothing: no gradients (task none)",
+        real=f"gradients of {pool.task.description}"
+        if pool
+        else "nothing: no gradients (task none)",
         modelled=f"the clock: topology {recipe.topology.name}, profile {profile.name} "
-        f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
+        f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step "
+        "at full speed)"
         + in_stages(recipe)
         + (f", {len(simulator.faults.faults)} faults on purpose" if simulator.books else ""),
         clock="modelled",
@@ -463,8 +575,13 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "entropy_rate": task and task.entropy_rate,
         "wall_s": wall_s,
         "processes": ended.processes,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.cuda.device_count()} GPUs",
-        "versions": {"archipel": archipel.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.cuda.device_count()} "
+        "GPUs",
+        "versions": {
+            "archipel": archipel.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }
 
 
@@ -473,11 +590,15 @@ def in_stages(recipe: Recipe) -> str:
     pipeline = recipe.pipeline
     if pipeline.stages == 1:
         return ""
-    return f", {recipe.replicas} replicas in {pipeline.stages} stages (GPipe's schedule, {pipeline.micro_batches} micro-batches)"
+    return (
+        f", {recipe.replicas} replicas in {pipeline.stages} stages (GPipe's schedule, "
+        f"{pipeline.micro_batches} micro-batches)"
+    )
 
 
 def start_directory(directory: Path, recipe: Recipe) -> None:
-    """Make a run directory that holds `recipe.yaml` alone; a run directory that was there before is gone.
+    """Make a run directory that holds `recipe.yaml` alone; a run directory that was there before is
+    gone.
 
     Raises:
         UserError: there is something else.
@@ -495,20 +616,29 @@ def start_directory(directory: Path, recipe: Recipe) -> None:
         raise
 
 
-def leave(directory: Path, recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
-    """Write what a run leaves into its directory: each file whole or not at all, and the summary last."""
+def leave(
+    directory: Path, recipe: Recipe, ended: Ended, stopped: str, wall_s: float
+) -> dict[str, Any]:
+    """Write what a run leaves into its directory: each file whole or not at all, and the summary
+    last.
+    """
     summary, recorder = summarize(recipe, ended, stopped, wall_s), ended.recorder
     with _replacing(directory / "metrics.jsonl") as path:
         recorder.write_metrics(path)
     with _replacing(directory / "trace.json") as path:
         recorder.write_trace(path, ended.nodes, ended.time_s)
     if ended.layout is not None:
-        weights = {name: tensor.clone() for name, tensor in ended.layout.named(outer.mean(ended.parts)).items()}
+        weights = {
+            name: tensor.clone()
+            for name, tensor in ended.layout.named(outer.mean(ended.parts)).items()
+        }
         with _replacing(directory / "weights.safetensors") as path:
             try:
                 save_file({**weights, **ended.integers}, path)
             except SafetensorError as error:
-                raise OSError(errno.EIO, str(error), str(directory / "weights.safetensors")) from None
+                raise OSError(
+                    errno.EIO, str(error), str(directory / "weights.safetensors")
+                ) from None
     with _replacing(directory / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=2) + "\n")
     if stopped != INTERRUPTED:
@@ -519,7 +649,9 @@ def leave(directory: Path, recipe: Recipe, ended: Ended, stopped: str, wall_s: f
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Another name to write a file under; when that is done and on disk, it takes the name `path`, and an older file's place."""
+    """Another name to write a file under; when that is done and on disk, it takes the name `path`,
+    and an older file's place.
+    """
     temporary = path.with_name(f".{path.name}")
     try:
         yield temporary
@@ -551,21 +683,34 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def is_run_directory(directory: Path) -> bool:
-    """A run has left its summary in it, or has begun in it and nobody has put anything else there."""
-    names = {path.name.removeprefix(".") for path in directory.iterdir()} if directory.is_dir() else set()
+    """A run has left its summary in it, or has begun in it and nobody has put anything else
+    there.
+    """
+    names = (
+        {path.name.removeprefix(".") for path in directory.iterdir()}
+        if directory.is_dir()
+        else set()
+    )
     return "summary.json" in names or ("recipe.yaml" in names and names <= LEFT)
 
 
 def is_live(directory: Path) -> bool:
-    """The run in a run directory has been launched, not simulated, and its nodes saved their parts there."""
+    """The run in a run directory has been launched, not simulated, and its nodes saved their parts
+    there.
+    """
     return (directory / CHECKPOINTS / LIVE).is_dir()
 
 
 def is_finished(directory: Path) -> bool:
-    """A run directory's run has ended, and not by Ctrl-C; or it was a live one that nobody has saved."""
+    """A run directory's run has ended, and not by Ctrl-C; or it was a live one that nobody has
+    saved.
+    """
     try:
         summary = json.loads((directory / "summary.json").read_text())
-        return bool(summary["stopped"] != INTERRUPTED or (summary.get("clock") == "measured" and not is_live(directory)))
+        return bool(
+            summary["stopped"] != INTERRUPTED
+            or (summary.get("clock") == "measured" and not is_live(directory))
+        )
     except FileNotFoundError:
         return False
     except (ValueError, LookupError, TypeError):
@@ -573,16 +718,27 @@ def is_finished(directory: Path) -> bool:
 
 
 def unfinished(directory: Path) -> list[Path]:
-    """The run directories right in a folder whose runs have not ended, by name; or the folder itself if it is one."""
-    found = [directory] if (directory / "recipe.yaml").is_file() else sorted(p.parent for p in directory.glob("*/recipe.yaml"))
+    """The run directories right in a folder whose runs have not ended, by name; or the folder
+    itself if it is one.
+    """
+    found = (
+        [directory]
+        if (directory / "recipe.yaml").is_file()
+        else sorted(p.parent for p in directory.glob("*/recipe.yaml"))
+    )
     return [path for path in found if is_run_directory(path) and not is_finished(path)]
 
 
 def check_resumable(directory: Path, recipe: Recipe) -> None:
-    """Raise a `UserError` if `directory` has no checkpoint and its `recipe.yaml` is one that the user wrote, not a run's."""
+    """Raise a `UserError` if `directory` has no checkpoint and its `recipe.yaml` is one that the
+    user wrote, not a run's.
+    """
     if not checkpoints_of(directory) and _recipe_text(directory) != recipe.to_yaml():
         path = directory / "recipe.yaml"
-        raise UserError(f"{path} is not as a run leaves it, so there is nothing to resume; `archipel run {path}` starts a run")
+        raise UserError(
+            f"{path} is not as a run leaves it, so there is nothing to resume; `archipel run "
+            f"{path}` starts a run"
+        )
 
 
 def checkpoints_of(directory: Path) -> list[Path]:
@@ -599,11 +755,12 @@ def remove_unbegun(directories: Iterable[Path]) -> None:
 
 
 def prepare_output(out: Path, names: list[str]) -> None:
-    """Make the folder `out`, in which the run directories `names` will lie; earlier runs of those names will be replaced.
+    """Make the folder `out`, in which the run directories `names` will lie; earlier runs of those
+    names will be replaced.
 
     Raises:
-        UserError: it cannot be made or written to, a name is taken by something that is not a run directory, or by a run that has
-            not ended and could.
+        UserError: it cannot be made or written to, a name is taken by something that is not a run
+            directory, or by a run that has not ended and could.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -620,6 +777,7 @@ def prepare_output(out: Path, names: list[str]) -> None:
             raise UserError(f"--out {out}: {taken} is there already and is not a run directory")
         if checkpoints_of(taken) and not is_finished(taken):
             raise UserError(
-                f"--out {out}: {taken} is a run that has not ended; `archipel resume {taken}` goes on with it; "
+                f"--out {out}: {taken} is a run that has not ended; `archipel resume {taken}` goes "
+                "on with it; "
                 f"to start anew, remove it or choose another --out"
             )

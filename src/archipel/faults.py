@@ -1,12 +1,15 @@
-"""What goes wrong in a run on purpose: a schedule of faults, written down in a recipe or drawn from a seed.
+"""What goes wrong in a run on purpose: a schedule of faults, written down in a recipe or drawn from
+a seed.
 
-What belongs here: what a schedule may say, how one is drawn, and what it does to times, as pure functions. What does not: who is
-told what when it happens (`simulator.py`), what must hold all the same (`invariants.py`).
+What belongs here: what a schedule may say, how one is drawn, and what it does to times, as pure
+functions. What does not: who is told what when it happens (`simulator.py`), what must hold all the
+same (`invariants.py`).
 
-The transport is reliable and keeps the order between two nodes, as TCP does. A lost message is sent again after a timeout, a
-duplicate is dropped by its number, a link that is down holds messages back. All that costs bytes and time, and a method sees
-nothing of it. What a method sees is `Lost(node)` and `Joined(node)`, see `actor.py`: a node that crashed or left, or cannot be
-reached for longer than the deadline.
+The transport is reliable and keeps the order between two nodes, as TCP does. A lost message is sent
+again after a timeout, a duplicate is dropped by its number, a link that is down holds messages
+back. All that costs bytes and time, and a method sees nothing of it. What a method sees is
+`Lost(node)` and `Joined(node)`, see `actor.py`: a node that crashed or left, or cannot be reached
+for longer than the deadline.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ class Slow(Strict):
 
 
 class Crash(Strict):
-    """A node is gone, with its inner steps and messages under way; it comes back as it was at its last save, or never (null)."""
+    """A node is gone, with its inner steps and messages under way; it comes back as it was at its
+    last save, or never (null).
+    """
 
     kind: Literal["crash"] = "crash"
     node: str
@@ -78,7 +83,9 @@ class OnLinks(Strict):
 
 
 class Loss(OnLinks):
-    """Each message is lost with this probability; the sender notices after `retransmit_s` and sends it again."""
+    """Each message is lost with this probability; the sender notices after `retransmit_s` and sends
+    it again.
+    """
 
     kind: Literal["loss"] = "loss"
     probability: float = Field(gt=0, lt=1)
@@ -123,13 +130,19 @@ Fault = Annotated[
 
 
 class RandomFaults(Strict):
-    """Faults drawn from a seed: each kind comes at a rate (a Poisson process), of nodes and links drawn evenly."""
+    """Faults drawn from a seed: each kind comes at a rate (a Poisson process), of nodes and links
+    drawn evenly.
+    """
 
     seed: int = Field(0, ge=0)
     until_s: float = Field(gt=0, description="no fault begins later")
-    mean_s: float = Field(60.0, gt=0, description="mean of the time that a fault lasts, or a node takes to restart")
+    mean_s: float = Field(
+        60.0, gt=0, description="mean of the time that a fault lasts, or a node takes to restart"
+    )
     slow_per_hour: float = Field(0.0, ge=0)
-    crashes_per_hour: float = Field(0.0, ge=0, description="of any node, server or worker; each one restarts")
+    crashes_per_hour: float = Field(
+        0.0, ge=0, description="of any node, server or worker; each one restarts"
+    )
     losses_per_hour: float = Field(0.0, ge=0)
     delays_per_hour: float = Field(0.0, ge=0)
     duplicates_per_hour: float = Field(0.0, ge=0)
@@ -142,8 +155,12 @@ class FaultsConfig(Strict):
 
     schedule: tuple[Fault, ...] = Field((), strict=False)
     random: RandomFaults | None = None
-    save_every_s: float = Field(600.0, gt=0, description="how often each node saves its state, to restart from")
-    deadline_s: float = Field(30.0, gt=0, description="silence after which a node is taken for lost")
+    save_every_s: float = Field(
+        600.0, gt=0, description="how often each node saves its state, to restart from"
+    )
+    deadline_s: float = Field(
+        30.0, gt=0, description="silence after which a node is taken for lost"
+    )
     retransmit_s: float = Field(1.0, gt=0, description="after which a lost message is sent again")
 
 
@@ -167,7 +184,9 @@ def parse_faults(value: Any) -> FaultsConfig | None:
 
 
 class Window(NamedTuple):
-    """From `start_s` to `end_s` something goes on at `rate` times its usual speed; at rate 0, not at all."""
+    """From `start_s` to `end_s` something goes on at `rate` times its usual speed; at rate 0, not
+    at all.
+    """
 
     start_s: float
     end_s: float
@@ -175,7 +194,9 @@ class Window(NamedTuple):
 
 
 def end_s(start_s: float, work_s: float, windows: Sequence[Window]) -> float:
-    """When something ends that began at `start_s` and takes `work_s` at its usual speed. Windows that overlap multiply."""
+    """When something ends that began at `start_s` and takes `work_s` at its usual speed. Windows
+    that overlap multiply.
+    """
     now, left = start_s, work_s
     for edge in sorted({edge for window in windows for edge in window[:2] if edge > start_s}):
         rate = 1.0
@@ -224,7 +245,9 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A link has been down for longer than the deadline: the nodes on both sides take each other for lost."""
+    """A link has been down for longer than the deadline: the nodes on both sides take each other
+    for lost.
+    """
 
     link: tuple[str, str]
 
@@ -268,14 +291,23 @@ class Faults:
 
     @cached_property
     def down(self) -> dict[tuple[str, str], list[Window]]:
-        """When each link between regions is down; windows of one link do not overlap. Both directions have the same ones."""
+        """When each link between regions is down; windows of one link do not overlap. Both
+        directions have the same ones.
+        """
         spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for a, b in itertools.combinations(self.regions, 2):
             for fault in self.of(LinkDown, Partition):
-                cuts = (a in fault.regions) != (b in fault.regions) if isinstance(fault, Partition) else {*fault.between} == {a, b}
+                cuts = (
+                    (a in fault.regions) != (b in fault.regions)
+                    if isinstance(fault, Partition)
+                    else {*fault.between} == {a, b}
+                )
                 if cuts:
                     spans.setdefault((a, b), []).append((fault.at_s, fault.at_s + fault.for_s))
-        windows = {link: [Window(start_s, end, 0.0) for start_s, end in _merged(found)] for link, found in spans.items()}
+        windows = {
+            link: [Window(start_s, end, 0.0) for start_s, end in _merged(found)]
+            for link, found in spans.items()
+        }
         return windows | {(b, a): found for (a, b), found in windows.items()}
 
     def strikes(self) -> Iterator[tuple[float, Strike]]:
@@ -306,13 +338,22 @@ class Faults:
     def _slow(self) -> dict[NodeId, list[Window]]:
         windows: dict[NodeId, list[Window]] = {}
         for fault in self.of(Slow):
-            windows.setdefault(node_of(fault.node), []).append(Window(fault.at_s, fault.at_s + fault.for_s, 1 / fault.factor))
+            windows.setdefault(node_of(fault.node), []).append(
+                Window(fault.at_s, fault.at_s + fault.for_s, 1 / fault.factor)
+            )
         return windows
 
     def arrival(
-        self, rng: np.random.Generator, sender: NodeId, to: NodeId, start_s: float, arrival_s: float, sent_s: float
+        self,
+        rng: np.random.Generator,
+        sender: NodeId,
+        to: NodeId,
+        start_s: float,
+        arrival_s: float,
+        sent_s: float,
     ) -> tuple[float, int]:
-        """When a message arrives that would arrive at `arrival_s` if nothing disturbed it, and how often it is sent.
+        """When a message arrives that would arrive at `arrival_s` if nothing disturbed it, and how
+        often it is sent.
 
         Args:
             rng: drawn from where messages are lost or doubled.
@@ -331,13 +372,18 @@ class Faults:
                     case Delay():
                         arrival_s += fault.extra_s
                     case Loss():
-                        while arrival_s < fault.at_s + fault.for_s and rng.random() < fault.probability:
+                        while (
+                            arrival_s < fault.at_s + fault.for_s
+                            and rng.random() < fault.probability
+                        ):
                             copies += 1
                             arrival_s = end_s(arrival_s + self.retransmit_s, sent_s, down)
         return arrival_s, copies
 
     def collective_end_s(self, group: Sequence[NodeId], start_s: float, seconds: float) -> float:
-        """When an all-reduce of `group` ends: it stands still while any link between two of its regions is down."""
+        """When an all-reduce of `group` ends: it stands still while any link between two of its
+        regions is down.
+        """
         links = itertools.combinations(sorted({node.region for node in group}), 2)
         windows = [window for link in links for window in self.down.get(link, ())]
         return end_s(start_s, seconds, windows) if windows else start_s + seconds
@@ -357,13 +403,22 @@ class Faults:
                     edges.append(fault.at_s)
                 case _:
                     late_s = fault.extra_s if isinstance(fault, Delay) else self.retransmit_s
-                    edges += [min(fault.at_s + fault.for_s + late_s, now)] if fault.at_s < now else []
+                    edges += (
+                        [min(fault.at_s + fault.for_s + late_s, now)] if fault.at_s < now else []
+                    )
         return max(edge for edge in edges if edge <= now) + self.deadline_s
 
     @cached_property
     def apart_s(self) -> float:
         """How long links are down, all together."""
-        return sum(window.end_s - window.start_s for windows in self.down.values() for window in windows) / 2
+        return (
+            sum(
+                window.end_s - window.start_s
+                for windows in self.down.values()
+                for window in windows
+            )
+            / 2
+        )
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -383,11 +438,14 @@ def node_of(text: str) -> NodeId:
     return NodeId(region, name)
 
 
-def make_faults(config: FaultsConfig, topology: Topology, nodes: Sequence[NodeId], seed: int) -> Faults:
+def make_faults(
+    config: FaultsConfig, topology: Topology, nodes: Sequence[NodeId], seed: int
+) -> Faults:
     """The recipe's faults on its topology, with those to be drawn.
 
     Raises:
-        UserError: one of them speaks of a node or a region that is not there, or all workers are absent at the start.
+        UserError: one of them speaks of a node or a region that is not there, or all workers are
+            absent at the start.
     """
     workers = [worker.id for worker in topology.workers]
     regions = tuple(dict.fromkeys([*topology.regions, *(node.region for node in nodes)]))
@@ -405,16 +463,28 @@ def make_faults(config: FaultsConfig, topology: Topology, nodes: Sequence[NodeId
                 for region in fault.between:
                     _check(f"{place}.between", region, regions)
                 if len({*fault.between}) == 1:
-                    raise UserError(f"{place}.between = {list(fault.between)}: give two regions; the links in one are never down")
+                    raise UserError(
+                        f"{place}.between = {list(fault.between)}: give two regions; the links in "
+                        "one are never down"
+                    )
             case _:
                 for region in fault.between or ():
                     _check(f"{place}.between", region, regions)
     drawn = draw(config.random, nodes, workers, regions) if config.random else []
     faults = Faults(
-        (*config.schedule, *drawn), tuple(nodes), regions, config.save_every_s, config.deadline_s, config.retransmit_s, seed
+        (*config.schedule, *drawn),
+        tuple(nodes),
+        regions,
+        config.save_every_s,
+        config.deadline_s,
+        config.retransmit_s,
+        seed,
     )
     if all(worker in faults.absent for worker in workers):
-        raise UserError("faults.schedule: every worker joins later, so that nobody is there at the start; leave one out")
+        raise UserError(
+            "faults.schedule: every worker joins later, so that nobody is there at the start; "
+            "leave one out"
+        )
     return faults
 
 
@@ -425,14 +495,19 @@ def _check(place: str, name: str, known: Iterable[str]) -> None:
         raise UserError(f"{place} = {name!r}: allowed are {shown}{nearest(name, names)}")
 
 
-def draw(config: RandomFaults, nodes: Sequence[NodeId], workers: Sequence[NodeId], regions: Sequence[str]) -> list[Fault]:
+def draw(
+    config: RandomFaults, nodes: Sequence[NodeId], workers: Sequence[NodeId], regions: Sequence[str]
+) -> list[Fault]:
     """Faults at the rates of `config`. With one region there are no links to cut."""
     rng = np.random.default_rng((config.seed, 0xFA17))
     drawn: list[Fault] = []
 
     def times(per_hour: float) -> list[tuple[float, float]]:
         count = rng.poisson(per_hour * config.until_s / 3600)
-        return [(float(rng.uniform(0, config.until_s)), float(rng.exponential(config.mean_s)) + 1e-3) for _ in range(count)]
+        return [
+            (float(rng.uniform(0, config.until_s)), float(rng.exponential(config.mean_s)) + 1e-3)
+            for _ in range(count)
+        ]
 
     def one(among: Sequence[Any]) -> Any:
         return among[int(rng.integers(len(among)))]
@@ -442,13 +517,17 @@ def draw(config: RandomFaults, nodes: Sequence[NodeId], workers: Sequence[NodeId
         return regions[int(a)], regions[int(b)]
 
     for at_s, for_s in times(config.slow_per_hour):
-        drawn.append(Slow(node=str(one(workers)), at_s=at_s, for_s=for_s, factor=float(rng.uniform(1.5, 10))))
+        drawn.append(
+            Slow(node=str(one(workers)), at_s=at_s, for_s=for_s, factor=float(rng.uniform(1.5, 10)))
+        )
     for at_s, for_s in times(config.crashes_per_hour):
         drawn.append(Crash(node=str(one(nodes)), at_s=at_s, restart_after_s=for_s))
     for at_s, for_s in times(config.losses_per_hour):
         drawn.append(Loss(at_s=at_s, for_s=for_s, probability=float(rng.uniform(0.05, 0.9))))
     for at_s, for_s in times(config.delays_per_hour):
-        drawn.append(Delay(at_s=at_s, for_s=for_s, extra_s=float(rng.exponential(config.mean_s / 10)) + 1e-3))
+        drawn.append(
+            Delay(at_s=at_s, for_s=for_s, extra_s=float(rng.exponential(config.mean_s / 10)) + 1e-3)
+        )
     for at_s, for_s in times(config.duplicates_per_hour):
         drawn.append(Duplicate(at_s=at_s, for_s=for_s, probability=float(rng.uniform(0.05, 1))))
     if len(regions) > 1:

@@ -1,10 +1,11 @@
 """Many short runs with random faults, to find one in which an invariant does not hold.
 
-What belongs here: how a run is drawn, how one that fails is made smaller, the line that replays it, and the table of what has been
-tried. What does not: what a fault does (`faults.py`, `simulator.py`), what must hold (`invariants.py`).
+What belongs here: how a run is drawn, how one that fails is made smaller, the line that replays it,
+and the table of what has been tried. What does not: what a fault does (`faults.py`,
+`simulator.py`), what must hold (`invariants.py`).
 
-Nothing is trained: what waits for whom, what is lost and what is counted do not depend on weights. Times are small round
-numbers, so that a shrunk recipe can be followed by hand.
+Nothing is trained: what waits for whom, what is lost and what is counted do not depend on weights.
+Times are small round numbers, so that a shrunk recipe can be followed by hand.
 """
 
 from __future__ import annotations
@@ -63,9 +64,13 @@ class Outcome:
 
 
 def fuzz(
-    schedules: int, seed: int, processes: int = 1, progress: Callable[[int, int], None] = lambda done, failed: None
+    schedules: int,
+    seed: int,
+    processes: int = 1,
+    progress: Callable[[int, int], None] = lambda done, failed: None,
 ) -> list[Outcome]:
-    """What came of `schedules` random runs, with each failure shrunk. The same for any number of `processes`.
+    """What came of `schedules` random runs, with each failure shrunk. The same for any number of
+    `processes`.
 
     `progress` is told how many are done and how many have failed.
     """
@@ -78,15 +83,21 @@ def fuzz(
 
 
 @contextmanager
-def _map(processes: int) -> Iterator[Callable[[Callable[[int], Outcome], Iterable[int]], Iterator[Outcome]]]:
+def _map(
+    processes: int,
+) -> Iterator[Callable[[Callable[[int], Outcome], Iterable[int]], Iterator[Outcome]]]:
     """`map`, or one that does the same in several processes."""
     if processes == 1:
         yield map
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:  # not forked: torch has threads by now
+    with ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn")
+    ) as pool:  # not forked: torch has threads by now
 
         def started(function: Callable[[int], Outcome], items: Iterable[int]) -> Iterator[Outcome]:
-            usual = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others inherit that, and leave Ctrl-C to this process
+            usual = signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # the others inherit that, and leave Ctrl-C to this process
             try:
                 return pool.map(function, items)
             finally:
@@ -129,36 +140,58 @@ def failures(outcomes: Iterable[Outcome]) -> list[Failure]:
 
 
 def report(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Lines for a terminal: each failure with what replays it, the table, and how many schedules went wrong."""
+    """Lines for a terminal: each failure with what replays it, the table, and how many schedules
+    went wrong.
+    """
     found = failures(outcomes)
     for failure in found:
         yield f"{failure.message}\n  echo '{failure.recipe}' | archipel run /dev/stdin"
     rows = table(outcomes)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
-        yield "  ".join([first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))])
+        yield "  ".join(
+            [
+                first.ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
+            ]
+        )
     yield coverage(outcomes)
     yield f"{len(outcomes):,} schedules, {len(found)} violations"
 
 
 def table(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Rows of cells: schedules by fault and method, then checks by invariant and method; and how many of them went wrong.
+    """Rows of cells: schedules by fault and method, then checks by invariant and method; and how
+    many of them went wrong.
 
     A schedule has up to eight faults, of several kinds, and counts for each kind.
     """
     names = methods.names()
-    columns = [[outcome for outcome in outcomes if outcome.method == name] for name in names] + [list(outcomes)]
+    columns = [[outcome for outcome in outcomes if outcome.method == name] for name in names] + [
+        list(outcomes)
+    ]
 
     def cell(count: int, violated: Sequence[Outcome]) -> str:
         return f"{count:,}" + (f" ({len(violated)} violated)" if violated else "")
 
     rows = [["schedules with", *names, "all"]]
     for kind in (*KINDS, "any"):
-        having = [[outcome for outcome in column if kind in (*outcome.kinds, "any")] for column in columns]
-        rows.append([kind, *(cell(len(some), [outcome for outcome in some if outcome.failure]) for some in having)])
+        having = [
+            [outcome for outcome in column if kind in (*outcome.kinds, "any")] for column in columns
+        ]
+        rows.append(
+            [
+                kind,
+                *(
+                    cell(len(some), [outcome for outcome in some if outcome.failure])
+                    for some in having
+                ),
+            ]
+        )
     rows.append(["checks of", *names, "all"])
     for invariant in (*invariants.NAMES, "exception"):
-        against = [[outcome for outcome in column if _broken(outcome) == invariant] for column in columns]
+        against = [
+            [outcome for outcome in column if _broken(outcome) == invariant] for column in columns
+        ]
         counts = [sum(outcome.checks.get(invariant, 0) for outcome in column) for column in columns]
         if invariant in invariants.NAMES or against[-1]:
             rows.append([invariant, *map(cell, counts, against)])
@@ -170,8 +203,15 @@ def _broken(outcome: Outcome) -> str | None:
 
 
 def coverage(outcomes: Iterable[Outcome]) -> str:
-    """How often each invariant was checked with each fault and each method: the smallest number of all, or what is missing."""
-    checks = {(invariant, kind, name): 0 for invariant in invariants.NAMES for kind in KINDS for name in methods.names()}
+    """How often each invariant was checked with each fault and each method: the smallest number of
+    all, or what is missing.
+    """
+    checks = {
+        (invariant, kind, name): 0
+        for invariant in invariants.NAMES
+        for kind in KINDS
+        for name in methods.names()
+    }
     for outcome in outcomes:
         for invariant, count in outcome.checks.items():
             for kind in outcome.kinds:
@@ -179,10 +219,14 @@ def coverage(outcomes: Iterable[Outcome]) -> str:
     never = [" × ".join(key) for key, count in checks.items() if not count]
     if never:
         more = f" and {len(never) - 8} more" if len(never) > 8 else ""
-        return f"of {len(checks)} combinations of invariant, fault and method, never checked: {', '.join(never[:8])}{more}"
+        return (
+            f"of {len(checks)} combinations of invariant, fault and method, never checked: "
+            f"{', '.join(never[:8])}{more}"
+        )
     fewest = min(checks, key=lambda key: checks[key])
     return (
-        f"all {len(checks)} combinations of invariant, fault and method were checked, each {checks[fewest]:,} times or more "
+        f"all {len(checks)} combinations of invariant, fault and method were checked, each "
+        f"{checks[fewest]:,} times or more "
         f"({' × '.join(fewest)})"
     )
 
@@ -191,8 +235,13 @@ def coverage(outcomes: Iterable[Outcome]) -> str:
 
 
 def draw(rng: np.random.Generator) -> dict[str, Any]:
-    """The fields of a random recipe: a small topology, a method, and up to eight faults. It ends long after the last of them."""
-    regions = {f"r{i}": [one(rng, 1.0, 0.5, 0.4) for _ in range(int(rng.integers(1, 4)))] for i in range(int(rng.integers(1, 4)))}
+    """The fields of a random recipe: a small topology, a method, and up to eight faults. It ends
+    long after the last of them.
+    """
+    regions = {
+        f"r{i}": [one(rng, 1.0, 0.5, 0.4) for _ in range(int(rng.integers(1, 4)))]
+        for i in range(int(rng.integers(1, 4)))
+    }
     name = one(rng, *methods.names())
     recipe: dict[str, Any] = {
         "method": {"name": name, **_settings(rng, name)},
@@ -241,11 +290,17 @@ def _settings(rng: np.random.Generator, name: str) -> dict[str, Any]:
 def _servers(recipe: dict[str, Any]) -> list[str]:
     parsed = parse_recipe(deepcopy(recipe))
     workers = {worker.id for worker in parsed.topology.workers}
-    return [str(node) for node in experiment.make_simulator(parsed, None).actors if node not in workers]
+    return [
+        str(node) for node in experiment.make_simulator(parsed, None).actors if node not in workers
+    ]
 
 
-def _fault(rng: np.random.Generator, workers: list[str], servers: list[str], regions: list[str]) -> Iterator[dict[str, Any]]:
-    """A random fault, or none where this kind cannot be. The first worker never goes for good, and servers restart."""
+def _fault(
+    rng: np.random.Generator, workers: list[str], servers: list[str], regions: list[str]
+) -> Iterator[dict[str, Any]]:
+    """A random fault, or none where this kind cannot be. The first worker never goes for good, and
+    servers restart.
+    """
     kind = one(rng, *KINDS, "crash", "crash", "link_down")
     at_s, for_s = float(rng.integers(0, FAULTS_UNTIL_S)), float(one(rng, 1, 5, 20, 40))
     lasting: dict[str, Any] = {"kind": kind, "at_s": at_s, "for_s": for_s}
@@ -256,11 +311,20 @@ def _fault(rng: np.random.Generator, workers: list[str], servers: list[str], reg
         case "crash":
             node = one(rng, *workers, *servers, *servers)
             forever = node in workers[1:] and rng.random() < 0.2
-            yield {"kind": kind, "node": node, "at_s": at_s, "restart_after_s": None if forever else for_s}
+            yield {
+                "kind": kind,
+                "node": node,
+                "at_s": at_s,
+                "restart_after_s": None if forever else for_s,
+            }
         case "leave" | "join" if len(workers) > 1:
             yield {"kind": kind, "node": one(rng, *workers[1:]), "at_s": at_s}
         case "loss" | "duplicate":
-            yield {**lasting, "between": one(rng, None, between), "probability": one(rng, 0.1, 0.5, 0.9)}
+            yield {
+                **lasting,
+                "between": one(rng, None, between),
+                "probability": one(rng, 0.1, 0.5, 0.9),
+            }
         case "delay":
             yield {**lasting, "between": one(rng, None, between), "extra_s": one(rng, 0.5, 10.0)}
         case "link_down" if between[0] != between[1]:
@@ -277,13 +341,19 @@ def one(rng: np.random.Generator, *among: Any) -> Any:
 
 
 def shrunk(recipe: dict[str, Any], failure: Failure) -> Failure:
-    """The failure of a recipe that breaks the same invariant, with fewer faults and nodes and plainer links; none smaller does."""
+    """The failure of a recipe that breaks the same invariant, with fewer faults and nodes and
+    plainer links; none smaller does.
+    """
     progressed = True
     while progressed:
         progressed = False
         for smaller in _smaller(recipe):
             found = violation(smaller)
-            if found and found.invariant == failure.invariant and (found.invariant != "exception" or _same(found, failure)):
+            if (
+                found
+                and found.invariant == failure.invariant
+                and (found.invariant != "exception" or _same(found, failure))
+            ):
                 recipe, failure, progressed = smaller, found, True
                 break
     return failure
@@ -304,10 +374,15 @@ def _smaller(recipe: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return {**recipe, "topology": {**topology, **fields}}
 
     for i in range(len(schedule)):
-        yield {**recipe, "faults": {**recipe["faults"], "schedule": schedule[:i] + schedule[i + 1 :]}}
+        yield {
+            **recipe,
+            "faults": {**recipe["faults"], "schedule": schedule[:i] + schedule[i + 1 :]},
+        }
     for name, speeds in regions.items():
         if len(regions) > 1:
-            yield with_topology(regions={other: speeds for other, speeds in regions.items() if other != name})
+            yield with_topology(
+                regions={other: speeds for other, speeds in regions.items() if other != name}
+            )
         if len(speeds) > 1:
             yield with_topology(regions={**regions, name: speeds[:-1]})
         if set(speeds) != {1.0}:

@@ -1,6 +1,7 @@
 """The small default model: a GPT with pre-normalisation, squared ReLU and no biases.
 
-What belongs here: the model and its sizes. What does not: its data, its optimizer, or how it is trained.
+What belongs here: the model and its sizes. What does not: its data, its optimizer, or how it is
+trained.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Causal self-attention, then an MLP of four times the width; both on a normalised input and added to it."""
+    """Causal self-attention, then an MLP of four times the width; both on a normalised input and
+    added to it.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -34,10 +37,13 @@ class Block(nn.Module):
 
 
 def causal_attention(qkv: Tensor, heads: int) -> Tensor:
-    """Multi-head causal attention on packed queries, keys and values: (batch, sequence, 3·width) to (batch, sequence, width)."""
+    """Multi-head causal attention on packed queries, keys and values: (batch, sequence, 3·width) to
+    (batch, sequence, width).
+    """
     (batch, sequence, _), dtype = qkv.shape, qkv.dtype
     if qkv.device.type == "cpu" and dtype == torch.bfloat16:
-        # On CPUs with bf16 arithmetic the fused kernel's backward pass in bf16 takes half of a step; in fp32 it does not.
+        # On CPUs with bf16 arithmetic the fused kernel's backward pass in bf16 takes half of a
+        # step; in fp32 it does not.
         qkv = qkv.float()
     q, k, v = qkv.view(batch, sequence, 3, heads, -1).permute(2, 0, 3, 1, 4)
     with torch.autocast("cpu", enabled=False):
@@ -74,13 +80,24 @@ class Head(nn.Module):
 
 
 class GPT(nn.Sequential):
-    """A decoder-only transformer over `vocabulary` tokens, for sequences of up to `context` of them.
+    """A decoder-only transformer over `vocabulary` tokens, for sequences of up to `context` of
+    them.
 
-    Tokens of shape (batch, sequence) give logits of the next one, shape (batch, sequence, vocabulary). `tied`: one
-    table serves as embedding and as output; such a model cannot be cut into stages.
+    Tokens of shape (batch, sequence) give logits of the next one, shape (batch, sequence,
+    vocabulary). `tied`: one table serves as embedding and as output; such a model cannot be cut
+    into stages.
     """
 
-    def __init__(self, *, vocabulary: int, context: int, layers: int, width: int, heads: int, tied: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        width: int,
+        heads: int,
+        tied: bool = True,
+    ) -> None:
         if width % heads:
             raise ValueError(f"width {width} is not divisible by heads {heads}")
         embed = Embed(vocabulary, context, width)
@@ -91,12 +108,15 @@ class GPT(nn.Sequential):
             head.logits.weight = embed.tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # GPT-2's rule: what is added to the residual stream shrinks with the number of additions.
+                # GPT-2's rule: what is added to the residual stream shrinks with the number of
+                # additions.
                 residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of each token given those before it; `batch` has shape (batch, sequence + 1)."""
+    """Mean cross-entropy in nats of each token given those before it; `batch` has shape (batch,
+    sequence + 1).
+    """
     logits = model(batch[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())

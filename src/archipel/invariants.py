@@ -1,15 +1,18 @@
-"""What must hold in every run, whatever goes wrong in it: the books that are kept beside a run, and the checks on them.
+"""What must hold in every run, whatever goes wrong in it: the books that are kept beside a run, and
+the checks on them.
 
-What belongs here: each invariant in one place, with its name. What does not: what goes wrong (`faults.py`), and what is done
-about it.
+What belongs here: each invariant in one place, with its name. What does not: what goes wrong
+(`faults.py`), and what is done about it.
 
-- `update`: a message is handled at most once, and those between two nodes in the order of sending; so no update is applied twice.
+- `update`: a message is handled at most once, and those between two nodes in the order of sending;
+  so no update is applied twice.
 - `tokens`: the model has absorbed no more inner steps than workers have finished.
 - `bytes`: bytes sent are bytes delivered, lost, or in flight.
 - `clock`: time never goes back.
-- `progress`: no actor's counts of outer steps and updates fall, nor a server's count of inner steps, but to what was saved
-  before a crash.
-- `liveness`: every worker that is there takes inner steps, or waits for a server that is not there or cannot be reached.
+- `progress`: no actor's counts of outer steps and updates fall, nor a server's count of inner
+  steps, but to what was saved before a crash.
+- `liveness`: every worker that is there takes inner steps, or waits for a server that is not there
+  or cannot be reached.
 """
 
 from __future__ import annotations
@@ -48,8 +51,10 @@ class Ledger:
         delivered_bytes, lost_bytes: of messages. A collective's bytes are delivered when it starts.
         under_way: messages between each two nodes, in the order of sending.
         began_s: when each worker last began inner steps.
-        restarted: those that have come back, and whose counts may still fall to what the others' were saved at.
-        longest_job_s, longest_message_s: so far, where nothing disturbs them; a message is also a collective.
+        restarted: those that have come back, and whose counts may still fall to what the others'
+            were saved at.
+        longest_job_s, longest_message_s: so far, where nothing disturbs them; a message is also a
+            collective.
         checks: how often each invariant has been checked.
     """
 
@@ -84,7 +89,11 @@ class Ledger:
         self.checks["update"] += 1
         waiting = self.under_way.get((sender, to), [])
         if not waiting or waiting[0] is not message:
-            what = "a second time, or was never sent" if all(other is not message for other in waiting) else "before its turn"
+            what = (
+                "a second time, or was never sent"
+                if all(other is not message for other in waiting)
+                else "before its turn"
+            )
             raise Violation("update", f"{type(message).__name__} from {sender} reaches {to} {what}")
         del waiting[0]
         self.delivered_bytes += size_bytes
@@ -92,17 +101,30 @@ class Ledger:
     def absorbs(self, absorbed: int) -> None:
         self.checks["tokens"] += 1
         if absorbed > self.trained:
-            raise Violation("tokens", f"the model has absorbed {absorbed:,} inner steps, and {self.trained:,} have been taken")
+            raise Violation(
+                "tokens",
+                f"the model has absorbed {absorbed:,} inner steps, and {self.trained:,} have been "
+                "taken",
+            )
 
     def counts(self, actor: Actor, before: Counts, *, server: bool) -> None:
-        """After a message has been handled, or a restart. A worker that no longer holds the model may count 0 inner steps again."""
+        """After a message has been handled, or a restart. A worker that no longer holds the model
+        may count 0 inner steps again.
+        """
         self.checks["progress"] += 1
-        for name, was, now in zip(("outer steps", "local updates", "absorbed inner steps"), before, counts(actor), strict=True):
+        for name, was, now in zip(
+            ("outer steps", "local updates", "absorbed inner steps"),
+            before,
+            counts(actor),
+            strict=True,
+        ):
             if now < was and (server or name != "absorbed inner steps"):
                 if not server and actor.me in self.restarted:
                     del self.restarted[actor.me]
                     return
-                raise Violation("progress", f"the {name} of {actor.me} fall from {was:,} to {now:,}")
+                raise Violation(
+                    "progress", f"the {name} of {actor.me} fall from {was:,} to {now:,}"
+                )
 
     def bytes(self, sent_bytes: float, in_flight_bytes: float) -> None:
         self.checks["bytes"] += 1
@@ -110,22 +132,36 @@ class Ledger:
         if abs(sent_bytes - accounted) > 1e-6 * max(sent_bytes, 1.0):
             raise Violation(
                 "bytes",
-                f"{sent_bytes:,.0f} are sent; {self.delivered_bytes:,.0f} delivered, {self.lost_bytes:,.0f} lost and "
+                f"{sent_bytes:,.0f} are sent; {self.delivered_bytes:,.0f} delivered, "
+                f"{self.lost_bytes:,.0f} lost and "
                 f"{in_flight_bytes:,.0f} in flight make {accounted:,.0f}",
             )
 
-    def alive(self, workers: Sequence[NodeId], excused: Iterable[NodeId], since_s: float, now: float, lag_s: float) -> None:
-        """All `workers` but those excused must have begun inner steps lately; nothing has gone wrong `since_s`.
+    def alive(
+        self,
+        workers: Sequence[NodeId],
+        excused: Iterable[NodeId],
+        since_s: float,
+        now: float,
+        lag_s: float,
+    ) -> None:
+        """All `workers` but those excused must have begun inner steps lately; nothing has gone
+        wrong `since_s`.
 
-        In NoLoCo a worker waits for one that waits for another, and so on: at most for one job and exchange of each of them.
-        Where workers could not reach each other the fast ones may be ahead by what the slow ones do in `lag_s`.
+        In NoLoCo a worker waits for one that waits for another, and so on: at most for one job and
+        exchange of each of them. Where workers could not reach each other the fast ones may be
+        ahead by what the slow ones do in `lag_s`.
         """
         self.checks["liveness"] += 1
-        patience_s, excused = (len(workers) + 4) * (self.longest_job_s + 2 * self.longest_message_s) + lag_s, set(excused)
+        patience_s, excused = (
+            (len(workers) + 4) * (self.longest_job_s + 2 * self.longest_message_s) + lag_s,
+            set(excused),
+        )
         for worker in workers:
             waiting_s = now - max(self.began_s.get(worker, 0.0), since_s)
             if worker not in excused and waiting_s > patience_s:
                 raise Violation(
                     "liveness",
-                    f"{worker} has begun no inner step for {waiting_s:.6g} s; at most {patience_s:.6g} s can be explained",
+                    f"{worker} has begun no inner step for {waiting_s:.6g} s; at most "
+                    f"{patience_s:.6g} s can be explained",
                 )

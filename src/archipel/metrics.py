@@ -1,7 +1,8 @@
 """What happened in a run: the one door through which figures leave an engine.
 
-What belongs here: the recorder that engines write to, and the files that it leaves (`metrics.jsonl`, `trace.json`). What does not:
-anything that decides what happens, and tables or plots (`report.py`).
+What belongs here: the recorder that engines write to, and the files that it leaves
+(`metrics.jsonl`, `trace.json`). What does not: anything that decides what happens, and tables or
+plots (`report.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Evaluation:
         sent_bytes, slow_link_bytes: so far, on all links and on those between regions.
         loss: its validation loss.
         replica_loss: where it is a mean of replicas, the mean of their own validation losses.
-        replica_std: and their standard deviation sqrt(mean over weights and replicas of (φ_i − mean φ)²).
+        replica_std: and their standard deviation sqrt(mean over weights and replicas of (φ_i − mean
+            φ)²).
     """
 
     time_s: float
@@ -57,7 +59,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Training:
-    """Inner steps that a worker finished: when, how many, their mean loss, and the common progress that it was told."""
+    """Inner steps that a worker finished: when, how many, their mean loss, and the common progress
+    that it was told.
+    """
 
     time_s: float
     node: NodeId
@@ -71,7 +75,8 @@ class Recorder:
     """Counts, sums and records of one run.
 
     Attributes:
-        on_progress: called with (inner steps absorbed, seconds on the engine's clock) when the model to take home has changed.
+        on_progress: called with (inner steps absorbed, seconds on the engine's clock) when the
+            model to take home has changed.
         refused: how many updates of each sender were refused, see `screening.py`.
         restarted: how often each worker was restarted after a loss that was not finite.
     """
@@ -81,7 +86,9 @@ class Recorder:
     sent_bytes: float = 0.0
     slow_link_bytes: float = 0.0
     compute_s: dict[NodeId, float] = field(default_factory=dict)
-    last_job: dict[NodeId, tuple[float, float, float]] = field(default_factory=dict)  # its start, end, and computing seconds
+    last_job: dict[NodeId, tuple[float, float, float]] = field(
+        default_factory=dict
+    )  # its start, end, and computing seconds
     spans: list[Span] = field(default_factory=list)
     spans_cut: bool = False
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -89,15 +96,23 @@ class Recorder:
     refused: dict[NodeId, int] = field(default_factory=dict)
     restarted: dict[NodeId, int] = field(default_factory=dict)
 
-    def computes(self, node: NodeId, start_s: float, end_s: float, busy_s: float | None = None) -> None:
-        """`node` trains from `start_s` to `end_s`, of which it computes for `busy_s`: a stage of a pipeline also waits."""
+    def computes(
+        self, node: NodeId, start_s: float, end_s: float, busy_s: float | None = None
+    ) -> None:
+        """`node` trains from `start_s` to `end_s`, of which it computes for `busy_s`: a stage of a
+        pipeline also waits.
+        """
         busy_s = end_s - start_s if busy_s is None else busy_s
         self.compute_s[node] = self.compute_s.get(node, 0.0) + busy_s
         self.last_job[node] = start_s, end_s, busy_s
         self._span(node, "compute", start_s, end_s)
 
-    def sends(self, node: NodeId, start_s: float, end_s: float, size_bytes: float, *, slow: bool) -> None:
-        """A message of `node` is under way from `start_s` to `end_s`; `slow`: it leaves its region."""
+    def sends(
+        self, node: NodeId, start_s: float, end_s: float, size_bytes: float, *, slow: bool
+    ) -> None:
+        """A message of `node` is under way from `start_s` to `end_s`; `slow`: it leaves its
+        region.
+        """
         self.counts(1, size_bytes, size_bytes if slow else 0.0)
         self._span(node, "send", start_s, end_s)
 
@@ -114,20 +129,32 @@ class Recorder:
     def refuses(self, sender: NodeId, why: str, now: float) -> None:
         """An update of `sender` is refused; its first one with a warning."""
         if sender not in self.refused:
-            warnings.warn(f"an update of {sender} is refused after {now:.1f} s: {why}; more of them are only counted", stacklevel=2)
+            warnings.warn(
+                f"an update of {sender} is refused after {now:.1f} s: {why}; more of them are only "
+                "counted",
+                stacklevel=2,
+            )
         self.refused[sender] = self.refused.get(sender, 0) + 1
 
     def restarts(self, worker: NodeId, why: str, now: float) -> None:
         """A worker begins again from the newest model; the first time with a warning."""
         if worker not in self.restarted:
-            warnings.warn(f"{why}, after {now:.1f} s; it is restarted from the newest model", stacklevel=2)
+            warnings.warn(
+                f"{why}, after {now:.1f} s; it is restarted from the newest model", stacklevel=2
+            )
         self.restarted[worker] = self.restarted.get(worker, 0) + 1
 
     def idle_fraction(self, workers: Sequence[NodeId], end_s: float) -> float | None:
-        """The part of the workers' time until `end_s` in which they did not compute; None if no time has passed."""
+        """The part of the workers' time until `end_s` in which they did not compute; None if no
+        time has passed.
+        """
         if not end_s:
             return None
-        unfinished_s = sum(busy_s * (end - end_s) / (end - start) for start, end, busy_s in self.last_job.values() if end > end_s)
+        unfinished_s = sum(
+            busy_s * (end - end_s) / (end - start)
+            for start, end, busy_s in self.last_job.values()
+            if end > end_s
+        )
         return 1 - (sum(self.compute_s.values()) - unfinished_s) / (len(workers) * end_s)
 
     def _span(self, node: NodeId, what: str, start_s: float, end_s: float) -> None:
@@ -139,8 +166,12 @@ class Recorder:
     # Files
 
     def write_metrics(self, path: Path) -> None:
-        """One JSON object a line, in the order of time: evaluations of the model, and the training losses of the workers."""
-        lines: list[tuple[float, dict[str, Any]]] = [(e.time_s, {"kind": "eval", **asdict(e)}) for e in self.evaluations]
+        """One JSON object a line, in the order of time: evaluations of the model, and the training
+        losses of the workers.
+        """
+        lines: list[tuple[float, dict[str, Any]]] = [
+            (e.time_s, {"kind": "eval", **asdict(e)}) for e in self.evaluations
+        ]
         lines += [
             (
                 t.time_s,
@@ -159,14 +190,19 @@ class Recorder:
         path.write_text("".join(json.dumps(record) + "\n" for _, record in lines))
 
     def write_trace(self, path: Path, nodes: Sequence[NodeId], end_s: float) -> None:
-        """Chrome's trace format, as read by ui.perfetto.dev: a process a region, a thread a node; times in microseconds."""
+        """Chrome's trace format, as read by ui.perfetto.dev: a process a region, a thread a node;
+        times in microseconds.
+        """
         regions = list(dict.fromkeys(node.region for node in nodes))
         row = {node: {"pid": regions.index(node.region), "tid": i} for i, node in enumerate(nodes)}
         events: list[dict[str, Any]] = [
             {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": region}}
             for pid, region in enumerate(regions)
         ]
-        events += [{"name": "thread_name", "ph": "M", **row[node], "args": {"name": str(node)}} for node in nodes]
+        events += [
+            {"name": "thread_name", "ph": "M", **row[node], "args": {"name": str(node)}}
+            for node in nodes
+        ]
         events += [
             {
                 "name": span.what,
@@ -179,12 +215,19 @@ class Recorder:
             if span.start_s < end_s
         ]
         path.write_text(
-            json.dumps({"traceEvents": events, "otherData": {"cut_after_spans": MAX_SPANS if self.spans_cut else None}})
+            json.dumps(
+                {
+                    "traceEvents": events,
+                    "otherData": {"cut_after_spans": MAX_SPANS if self.spans_cut else None},
+                }
+            )
         )
 
 
 def merged(recorders: Sequence[Recorder], end_s: float) -> Recorder:
-    """What several recorders have put down until `end_s`, in the order of time; counts and sums of all of it."""
+    """What several recorders have put down until `end_s`, in the order of time; counts and sums of
+    all of it.
+    """
     whole = Recorder(spans_cut=any(recorder.spans_cut for recorder in recorders))
     for recorder in recorders:
         whole.counts(recorder.messages, recorder.sent_bytes, recorder.slow_link_bytes)

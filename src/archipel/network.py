@@ -1,8 +1,9 @@
-"""How long messages and collectives take on a topology, and how many bytes they move. Pure: nothing here knows of actors or clocks.
+"""How long messages and collectives take on a topology, and how many bytes they move. Pure: nothing
+here knows of actors or clocks.
 
-With latency, jitter and sharing switched off the times are those of the published simulator (HALoS, arXiv
-2506.04531): a message takes `bytes / bandwidth`, a ring all-reduce over n workers `2(n − 1)/n · bytes` over the
-bandwidth of its slowest link.
+With latency, jitter and sharing switched off the times are those of the published simulator (HALoS,
+arXiv 2506.04531): a message takes `bytes / bandwidth`, a ring all-reduce over n workers `2(n − 1)/n
+· bytes` over the bandwidth of its slowest link.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ EXACT_RING_REGIONS = 8
 
 @dataclass(frozen=True)
 class Collective:
-    """The cost of one all-reduce: seconds, messages, bytes on all links, and bytes on links between regions."""
+    """The cost of one all-reduce: seconds, messages, bytes on all links, and bytes on links between
+    regions.
+    """
 
     seconds: float
     messages: int
@@ -37,24 +40,34 @@ class Network:
 
     topology: Topology
     rng: np.random.Generator
-    rings: dict[tuple[tuple[str, ...], float], tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    rings: dict[tuple[tuple[str, ...], float], tuple[tuple[str, str], ...]] = field(
+        default_factory=dict
+    )
 
     def latency_s(self, a: NodeId, b: NodeId) -> float:
         """Seconds before the first byte of a message from `a` reaches `b`."""
         link = self.link(a.region, b.region)
-        return link.latency_s * math.exp(link.jitter * self.rng.standard_normal()) if link.jitter else link.latency_s
+        return (
+            link.latency_s * math.exp(link.jitter * self.rng.standard_normal())
+            if link.jitter
+            else link.latency_s
+        )
 
     def message_s(self, a: NodeId, b: NodeId, size_bytes: float) -> float:
         """Seconds of a message of `size_bytes` from `a` to `b` that has the link to itself."""
-        return self.latency_s(a, b) + size_bytes / self.link(a.region, b.region).bandwidth_bytes_per_s
+        return (
+            self.latency_s(a, b) + size_bytes / self.link(a.region, b.region).bandwidth_bytes_per_s
+        )
 
     def all_reduce(self, group: Group, size_bytes: float) -> Collective:
-        """The cost of an all-reduce of `size_bytes` over `group`, by the topology's rule (`ring` or `tree`).
+        """The cost of an all-reduce of `size_bytes` over `group`, by the topology's rule (`ring` or
+        `tree`).
 
-        A ring takes 2(n − 1) steps, in each of which every member passes on a chunk of `size_bytes / n`; a step lasts
-        as long as its slowest link. It visits the regions in the best of all orders (above 8 regions: in a greedy
-        one). A tree takes 2·ceil(log2 n) levels of whole vectors over the slowest link inside or between the regions,
-        each as long as the slower one of a node's two messages.
+        A ring takes 2(n − 1) steps, in each of which every member passes on a chunk of `size_bytes
+        / n`; a step lasts as long as its slowest link. It visits the regions in the best of all
+        orders (above 8 regions: in a greedy one). A tree takes 2·ceil(log2 n) levels of whole
+        vectors over the slowest link inside or between the regions, each as long as the slower one
+        of a node's two messages.
         """
         members = Counter(node.region for node in group)
         n, regions = len(group), tuple(members)
@@ -66,18 +79,24 @@ class Network:
                 between = [self.link(a, b) for a, b in self.ring(regions, chunk)]
                 inside = [self.topology.local] * (n - len(between))
                 seconds = self.sum_of_slowest_s(between + inside, chunk, steps)
-                return Collective(seconds, steps * n, steps * n * chunk, steps * len(between) * chunk)
+                return Collective(
+                    seconds, steps * n, steps * n * chunk, steps * len(between) * chunk
+                )
             case "tree":
                 levels = 2 * math.ceil(math.log2(n))
                 links = [self.link(a, b) for a, b in itertools.combinations(regions, 2)]
                 links += [self.topology.local] * (max(members.values()) > 1)
-                slowest = max(links, key=lambda link: link.latency_s + size_bytes / link.bandwidth_bytes_per_s)
+                slowest = max(
+                    links, key=lambda link: link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+                )
                 seconds = self.sum_of_slowest_s([slowest] * (2 if n > 2 else 1), size_bytes, levels)
                 edges, slow_edges = 2 * (n - 1), 2 * (len(regions) - 1)
                 return Collective(seconds, edges, edges * size_bytes, slow_edges * size_bytes)
 
     def sum_of_slowest_s(self, links: Sequence[Link], size_bytes: float, steps: int) -> float:
-        """Seconds of `steps` steps, each of which waits for the slowest of `links` to pass `size_bytes`."""
+        """Seconds of `steps` steps, each of which waits for the slowest of `links` to pass
+        `size_bytes`.
+        """
         transfer_s = np.array([size_bytes / link.bandwidth_bytes_per_s for link in links])
         latency_s = np.array([link.latency_s for link in links])
         jitter = np.array([link.jitter for link in links])
@@ -87,9 +106,11 @@ class Network:
         return float((drawn_s + transfer_s).max(axis=1).sum())
 
     def ring(self, regions: tuple[str, ...], chunk_bytes: float) -> tuple[tuple[str, str], ...]:
-        """The links between regions of the ring whose slowest link passes `chunk_bytes` soonest, as pairs of regions.
+        """The links between regions of the ring whose slowest link passes `chunk_bytes` soonest, as
+        pairs of regions.
 
-        Every order is tried up to 8 regions; above that, each region goes on to its nearest unvisited one.
+        Every order is tried up to 8 regions; above that, each region goes on to its nearest
+        unvisited one.
         """
         key = regions, chunk_bytes
         if key not in self.rings:
@@ -122,7 +143,9 @@ class Network:
     def link(self, a: str, b: str) -> Link:
         """The link between two regions, or inside one."""
         link = self.topology.link(a, b)
-        assert link is not None, f"no link between {a} and {b}: `Topology.check_reachable` runs before any engine"
+        assert link is not None, (
+            f"no link between {a} and {b}: `Topology.check_reachable` runs before any engine"
+        )
         return link
 
 
@@ -141,7 +164,9 @@ class FairLink:
     now: float = 0.0
 
     def advance(self, now: float) -> None:
-        """Let all transfers pass what they can until `now`, which must not be later than `next_end()`."""
+        """Let all transfers pass what they can until `now`, which must not be later than
+        `next_end()`.
+        """
         if self.remaining:
             share = (now - self.now) * self.bandwidth_bytes_per_s / len(self.remaining)
             for transfer in self.remaining:
@@ -149,7 +174,9 @@ class FairLink:
         self.now = now
 
     def next_end(self) -> tuple[float, int]:
-        """When the next transfer ends if no other one starts, and which one: the oldest of those that tie."""
+        """When the next transfer ends if no other one starts, and which one: the oldest of those
+        that tie.
+        """
         transfer = min(self.remaining, key=lambda key: self.remaining[key])
         left = max(self.remaining[transfer], 0.0)
         return self.now + left * len(self.remaining) / self.bandwidth_bytes_per_s, transfer

@@ -1,11 +1,13 @@
 """Outer update rules on weight vectors.
 
-What belongs here: pure functions and small rules that turn outer gradients into a step of slow weights, each one
-readable beside its equation. What does not: who waits for whom (that is a method), or how vectors travel.
+What belongs here: pure functions and small rules that turn outer gradients into a step of slow
+weights, each one readable beside its equation. What does not: who waits for whom (that is a
+method), or how vectors travel.
 
-Sign: an outer gradient is `start − end` (see `vector.outer_gradient`), so a rule *subtracts* it; NoLoCo's `Δ = θ − φ`
-points the other way and is *added*, see `gossip`. All rules change their first argument in place, apply momentum to the first
-`parameters` entries only, and average the buffers behind them.
+Sign: an outer gradient is `start − end` (see `vector.outer_gradient`), so a rule *subtracts* it;
+NoLoCo's `Δ = θ − φ` points the other way and is *added*, see `gossip`. All rules change their first
+argument in place, apply momentum to the first `parameters` entries only, and average the buffers
+behind them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from torch import Tensor
 
 
 def mean(vectors: Sequence[Tensor]) -> Tensor:
-    """The mean of vectors of one shape, as a new vector; summed in the order given, so that every node gets the same bits."""
+    """The mean of vectors of one shape, as a new vector; summed in the order given, so that every
+    node gets the same bits.
+    """
     total = vectors[0].clone()
     for vector in vectors[1:]:
         total += vector
@@ -27,7 +31,8 @@ def mean(vectors: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class Nesterov:
-    """SGD with Nesterov momentum, as `torch.optim.SGD(nesterov=True)`; DiLoCo's outer optimizer (arXiv 2311.08105).
+    """SGD with Nesterov momentum, as `torch.optim.SGD(nesterov=True)`; DiLoCo's outer optimizer
+    (arXiv 2311.08105).
 
         m ← β·m + g
         θ ← θ − lr·(g + β·m)
@@ -52,7 +57,8 @@ class Nesterov:
 
 @dataclass
 class DelayedNesterov:
-    """Nesterov momentum that is refreshed once in `buffer` arrivals (Async-Local-SGD, arXiv 2401.09135, algorithm 3).
+    """Nesterov momentum that is refreshed once in `buffer` arrivals (Async-Local-SGD, arXiv
+    2401.09135, algorithm 3).
 
     On arrival t of an outer gradient g, with N = buffer, ε = lr, β = momentum:
 
@@ -60,7 +66,8 @@ class DelayedNesterov:
         if (t + 1) mod N = 0:   m ← β·m + A/N;   θ ← θ − ε·((1 − c·N + c)·β·m + g/N);   A ← 0
         otherwise:              θ ← θ − ε·(c·β·m + g/N)
 
-    With N = 1 and c = 0 this is `Nesterov`. Buffers of the model move 1/N of the way to the arriving value.
+    With N = 1 and c = 0 this is `Nesterov`. Buffers of the model move 1/N of the way to the
+    arriving value.
 
     Attributes:
         lr, momentum, buffer: ε, β, N.
@@ -99,9 +106,13 @@ def nesterov(lr: float, momentum: float, parameters: int) -> Nesterov:
     return Nesterov(lr, momentum, torch.zeros(parameters))
 
 
-def delayed_nesterov(lr: float, momentum: float, buffer: int, parameters: int, spread: float = 0.0) -> DelayedNesterov:
+def delayed_nesterov(
+    lr: float, momentum: float, buffer: int, parameters: int, spread: float = 0.0
+) -> DelayedNesterov:
     """A fresh `DelayedNesterov` for vectors with `parameters` leading parameters."""
-    return DelayedNesterov(lr, momentum, buffer, torch.zeros(parameters), torch.zeros(parameters), spread)
+    return DelayedNesterov(
+        lr, momentum, buffer, torch.zeros(parameters), torch.zeros(parameters), spread
+    )
 
 
 def gossip(
@@ -114,13 +125,14 @@ def gossip(
     beta: float,
     gamma: float,
 ) -> None:
-    """NoLoCo's outer step of one member of a group of n (arXiv 2506.10911, equations 2 and 3), in place.
+    """NoLoCo's outer step of one member of a group of n (arXiv 2506.10911, equations 2 and 3), in
+    place.
 
         δ ← α·δ + (β/n)·Σ_j Δ_j − γ·(φ − (1/n)·Σ_j φ_j)
         φ ← φ + δ
 
-    Deviation: the paper prints −(β/n)ΣΔ with Δ = θ − φ, which walks away from the inner progress; the authors' code
-    adds it, and so do we (`test_outer.py` shows the sign on a quadratic).
+    Deviation: the paper prints −(β/n)ΣΔ with Δ = θ − φ, which walks away from the inner progress;
+    the authors' code adds it, and so do we (`test_outer.py` shows the sign on a quadratic).
 
     Args:
         phi: my slow weights, shape (numel,); changed.
@@ -130,6 +142,8 @@ def gossip(
     """
     count = len(velocity)
     delta, centre = mean(deltas), mean(phis)
-    velocity.mul_(alpha).add_(delta[:count], alpha=-beta).add_(phi[:count] - centre[:count], alpha=-gamma)
+    velocity.mul_(alpha).add_(delta[:count], alpha=-beta).add_(
+        phi[:count] - centre[:count], alpha=-gamma
+    )
     phi[:count] += velocity
     phi[count:] = delta[count:]

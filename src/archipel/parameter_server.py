@@ -1,7 +1,7 @@
 """What workers and a parameter server say to each other, and the worker's side of it.
 
-What belongs here: the part that all methods with servers share. What does not: a server, for that is what tells those
-methods apart.
+What belongs here: the part that all methods with servers share. What does not: a server, for that
+is what tells those methods apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from archipel.vector import outer_gradient
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Model(Message):
-    """From a server: its newest weights, and the inner steps that all workers together have taken, as far as it knows."""
+    """From a server: its newest weights, and the inner steps that all workers together have taken,
+    as far as it knows.
+    """
 
     theta: Vector
     progress: int
@@ -23,17 +25,20 @@ class Model(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Delta(Update):
-    """To a server: the outer gradient of `steps` inner steps. It is answered with a `Model`, also if it is `Refused`."""
+    """To a server: the outer gradient of `steps` inner steps. It is answered with a `Model`, also
+    if it is `Refused`.
+    """
 
     steps: int
 
 
 @dataclass(kw_only=True)
 class Worker(Actor):
-    """Gets a model, takes its inner steps, sends the displacement, and gets the newest model in return.
+    """Gets a model, takes its inner steps, sends the displacement, and gets the newest model in
+    return.
 
-    `start` is where its inner steps began; None: it has nothing to do. A server that has been lost sends a model to
-    whoever may be waiting for one; a worker that is not waiting ignores it.
+    `start` is where its inner steps began; None: it has nothing to do. A server that has been lost
+    sends a model to whoever may be waiting for one; a worker that is not waiting ignores it.
     """
 
     server: NodeId
@@ -48,7 +53,9 @@ class Worker(Actor):
                 ctx.train(theta, self.steps, progress)
             case Trained(theta=theta, steps=steps):
                 assert self.start is not None
-                ctx.send(self.server, Delta(outer_gradient(self.start, theta, self.parameters), steps))
+                ctx.send(
+                    self.server, Delta(outer_gradient(self.start, theta, self.parameters), steps)
+                )
                 self.start = None
             case Joined(node=self.me):
                 self.start = None

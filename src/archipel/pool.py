@@ -1,14 +1,15 @@
 """Runs the inner steps of many workers on this machine's cores or GPUs.
 
-What belongs here: processes, the memory that they share, and which job runs next. What does not: what a job computes
-(`replica.py`), or when its result is due on anybody's clock (the engines).
+What belongs here: processes, the memory that they share, and which job runs next. What does not:
+what a job computes (`replica.py`), or when its result is due on anybody's clock (the engines).
 
-On a CPU each process computes with one thread: on the machines measured, two such processes beat one process of two
-threads by 1.15 to 1.4 times. With GPUs there is one process for each. Weights and the workers' states lie in memory
-that all processes share; only small tuples go through pipes. Any process can take any worker's next job, so no core
-waits for a particular one.
+On a CPU each process computes with one thread: on the machines measured, two such processes beat
+one process of two threads by 1.15 to 1.4 times. With GPUs there is one process for each. Weights
+and the workers' states lie in memory that all processes share; only small tuples go through pipes.
+Any process can take any worker's next job, so no core waits for a particular one.
 
-Results do not depend on the number of processes: a job is a function of its worker's state, its vector and its arguments.
+Results do not depend on the number of processes: a job is a function of its worker's state, its
+vector and its arguments.
 """
 
 from __future__ import annotations
@@ -61,32 +62,51 @@ class Done:
 
 
 class Trainer(Protocol):
-    """What an engine needs to have inner steps taken. `due_s` is when the engine will want the result, on its own clock."""
+    """What an engine needs to have inner steps taken. `due_s` is when the engine will want the
+    result, on its own clock.
+    """
 
-    def train(self, worker: NodeId, theta: Vector, steps: int, progress: int, due_s: float) -> Promise: ...
+    def train(
+        self, worker: NodeId, theta: Vector, steps: int, progress: int, due_s: float
+    ) -> Promise: ...
 
     def gradient(self, worker: NodeId, theta: Vector, due_s: float) -> Promise: ...
 
-    def apply(self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float) -> Promise: ...
+    def apply(
+        self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float
+    ) -> Promise: ...
 
     def train_stages(
-        self, team: Sequence[int], thetas: Sequence[Vector], steps: int, progress: Sequence[int], due_s: float
+        self,
+        team: Sequence[int],
+        thetas: Sequence[Vector],
+        steps: int,
+        progress: Sequence[int],
+        due_s: float,
     ) -> Sequence[Promise]:
-        """Inner steps of a pipeline's replicas `team` together; the rest, and the promises of `Trained`, by stage, then replica."""
+        """Inner steps of a pipeline's replicas `team` together; the rest, and the promises of
+        `Trained`, by stage, then replica.
+        """
 
     def evaluate(self, theta: Vector, due_s: float) -> Promise: ...
 
     def reset_optimizer(self, worker: NodeId) -> None:
-        """Have a worker's inner optimizer begin anew. Here and below, the worker has no inner steps under way."""
+        """Have a worker's inner optimizer begin anew. Here and below, the worker has no inner steps
+        under way.
+        """
 
     def state_of(self, worker: NodeId) -> Any:
-        """What makes a worker the one it is, as a copy: its inner optimizer, its integer buffers, its place in the data."""
+        """What makes a worker the one it is, as a copy: its inner optimizer, its integer buffers,
+        its place in the data.
+        """
 
     def put(self, worker: NodeId, state: Any) -> None:
         """Make a worker again what `state_of` has seen."""
 
     def state(self) -> Any:
-        """What `restore` needs to go on from here, when all that was asked for so far has been computed."""
+        """What `restore` needs to go on from here, when all that was asked for so far has been
+        computed.
+        """
 
     def restore(self, state: Any) -> None: ...
 
@@ -98,17 +118,26 @@ class NoTraining:
     differentiated = Done(Gradient(empty, 0.0))
     applied = Done(Trained(empty, 1, ()))
 
-    def train(self, worker: NodeId, theta: Vector, steps: int, progress: int, due_s: float) -> Promise:
+    def train(
+        self, worker: NodeId, theta: Vector, steps: int, progress: int, due_s: float
+    ) -> Promise:
         return Done(Trained(self.empty, steps, ()))
 
     def gradient(self, worker: NodeId, theta: Vector, due_s: float) -> Promise:
         return self.differentiated
 
-    def apply(self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float) -> Promise:
+    def apply(
+        self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float
+    ) -> Promise:
         return self.applied
 
     def train_stages(
-        self, team: Sequence[int], thetas: Sequence[Vector], steps: int, progress: Sequence[int], due_s: float
+        self,
+        team: Sequence[int],
+        thetas: Sequence[Vector],
+        steps: int,
+        progress: Sequence[int],
+        due_s: float,
     ) -> Sequence[Promise]:
         return [Done(Trained(self.empty, steps, ()))] * len(thetas)
 
@@ -133,7 +162,9 @@ class NoTraining:
 
 @dataclass
 class Job:
-    """One job and, once it has been computed, its losses or why it failed: plain data, so that it can be saved."""
+    """One job and, once it has been computed, its losses or why it failed: plain data, so that it
+    can be saved.
+    """
 
     pool: Pool
     what: str
@@ -165,7 +196,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a pool process is told when it starts. `shards`: one a replica; that is, one a worker where there are no stages."""
+    """What a pool process is told when it starts. `shards`: one a replica; that is, one a worker
+    where there are no stages.
+    """
 
     task: TaskConfig
     run: Run
@@ -177,7 +210,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """A worker between two jobs: the tensors of its state (see `replica.py`), and the number of its next batch."""
+    """A worker between two jobs: the tensors of its state (see `replica.py`), and the number of its
+    next batch.
+    """
 
     tensors: list[Tensor]
     cursor: int
@@ -191,22 +226,28 @@ class Process:
 
 
 class Pool:
-    """Processes that take the inner steps of `workers` on `task`, in one run after another. A context manager:
-    leaving it ends them.
+    """Processes that take the inner steps of `workers` on `task`, in one run after another. A
+    context manager: leaving it ends them.
 
     Args:
         task: what is trained.
         workers: all workers, in rank order.
-        processes: how many; None: one for each GPU or, without any, each core that this process may use.
+        processes: how many; None: one for each GPU or, without any, each core that this process may
+            use.
         pipeline: how the workers share the replicas' stages; None: each has a whole replica.
 
     Attributes:
-        replica: a copy of the model in this process, for its layout and initial weights; of the run that `begin` was told.
+        replica: a copy of the model in this process, for its layout and initial weights; of the run
+            that `begin` was told.
         stages: the same in parts; [replica] where there is no pipeline.
     """
 
     def __init__(
-        self, task: TaskConfig, workers: Sequence[NodeId], processes: int | None = None, pipeline: Pipeline | None = None
+        self,
+        task: TaskConfig,
+        workers: Sequence[NodeId],
+        processes: int | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         if processes is not None and processes < 1:
             raise UserError(f"processes = {processes}: at least 1 is needed")
@@ -224,7 +265,9 @@ class Pool:
         self.waiting: list[tuple[float, int, Job]] = []
         self.submitted = 0
         gpus = torch.cuda.device_count()
-        self.devices = [f"cuda:{i % gpus}" if gpus else "cpu" for i in range(processes or gpus or _cores())]
+        self.devices = [
+            f"cuda:{i % gpus}" if gpus else "cpu" for i in range(processes or gpus or _cores())
+        ]
         self.processes = [self._start() for _ in self.devices]
 
     def begin(self, run: Run) -> None:
@@ -265,7 +308,9 @@ class Pool:
 
     # Jobs
 
-    def train(self, worker: NodeId, theta: Vector, steps: int, progress: int, due_s: float) -> Promise:
+    def train(
+        self, worker: NodeId, theta: Vector, steps: int, progress: int, due_s: float
+    ) -> Promise:
         rank = self.rank[worker]
         slot = self.workers[rank].theta
         slot.copy_(theta)
@@ -281,7 +326,9 @@ class Pool:
         self.cursors[rank] += 1
         return self._submit(due_s, "gradient", arguments)
 
-    def apply(self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float) -> Promise:
+    def apply(
+        self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float
+    ) -> Promise:
         rank = self.rank[worker]
         slot = self.workers[rank].theta
         slot.copy_(theta)
@@ -289,7 +336,12 @@ class Pool:
         return self._submit(due_s, "apply", (rank, progress))
 
     def train_stages(
-        self, team: Sequence[int], thetas: Sequence[Vector], steps: int, progress: Sequence[int], due_s: float
+        self,
+        team: Sequence[int],
+        thetas: Sequence[Vector],
+        steps: int,
+        progress: Sequence[int],
+        due_s: float,
     ) -> Sequence[Promise]:
         assert self.pipeline is not None
         ranks = self.pipeline.ranks(team)
@@ -308,16 +360,24 @@ class Pool:
         return self._submit(due_s, "evaluate", (slot,))
 
     def measure_step_time_s(self) -> float:
-        """Seconds of one inner step in one process while the others are idle: the median of 20, after 5."""
+        """Seconds of one inner step in one process while the others are idle: the median of 20,
+        after 5.
+        """
         return float(self._submit(0.0, "measure", ()).result())
 
     def integers(self) -> dict[str, Tensor]:
-        """The integer buffers of the model: of each, the largest value that any worker had when its last result was taken."""
+        """The integer buffers of the model: of each, the largest value that any worker had when its
+        last result was taken.
+        """
         names = (self._stage_of(worker).layout.integers for worker in self.rank)
-        return largest(dict(zip(pair[0], pair[1], strict=True)) for pair in zip(names, self.taken, strict=True))
+        return largest(
+            dict(zip(pair[0], pair[1], strict=True)) for pair in zip(names, self.taken, strict=True)
+        )
 
     def answer(self, job: Job) -> Any:
-        """What a job that has been computed is for the engine: a message of its worker's vector, or a loss."""
+        """What a job that has been computed is for the engine: a message of its worker's vector, or
+        a loss.
+        """
         losses = job.losses
         match job.what, job.arguments:
             case "train", (rank, steps, *_):
@@ -332,16 +392,24 @@ class Pool:
                 raise AssertionError(job.what)
 
     def answer_of_node(self, job: Job, rank: int) -> Trained:
-        """What a pipeline's job that has been computed is for the node `rank`; the last stage has the losses."""
+        """What a pipeline's job that has been computed is for the node `rank`; the last stage has
+        the losses.
+        """
         assert self.pipeline is not None
         replica, stage = divmod(rank, self.pipeline.stages)
         last = stage == self.pipeline.stages - 1
-        return Trained(self._taken(rank), job.arguments[1], tuple(job.losses[replica]) if last else ())
+        return Trained(
+            self._taken(rank), job.arguments[1], tuple(job.losses[replica]) if last else ()
+        )
 
     def _taken(self, rank: int) -> Vector:
-        """A worker's result. Its integer buffers are noted now, in the engine's order: its next job may change them at any time."""
+        """A worker's result. Its integer buffers are noted now, in the engine's order: its next job
+        may change them at any time.
+        """
         memory = self.workers[rank]
-        self.taken[rank] = [tensor.clone() for tensor in memory.state[1 : 1 + len(self.taken[rank])]]
+        self.taken[rank] = [
+            tensor.clone() for tensor in memory.state[1 : 1 + len(self.taken[rank])]
+        ]
         return memory.theta.clone()
 
     def compute(self, job: Job) -> None:
@@ -364,7 +432,9 @@ class Pool:
 
     def state_of(self, worker: NodeId) -> WorkerState:
         rank = self.rank[worker]
-        return WorkerState([tensor.clone() for tensor in self.workers[rank].state], self.cursors[rank])
+        return WorkerState(
+            [tensor.clone() for tensor in self.workers[rank].state], self.cursors[rank]
+        )
 
     def put(self, worker: NodeId, state: WorkerState) -> None:
         rank = self.rank[worker]
@@ -375,7 +445,8 @@ class Pool:
     # Saving
 
     def state(self) -> dict[str, Any]:
-        """All that a run has changed here, once every job has been computed; jobs themselves are with those who wait for them.
+        """All that a run has changed here, once every job has been computed; jobs themselves are
+        with those who wait for them.
 
         The tensors are those of the shared memory: read them before the next job.
 
@@ -416,7 +487,9 @@ class Pool:
 
     def _step(self, *, block: bool) -> None:
         """Take in finished jobs and hand out waiting ones, those due soonest first."""
-        busy = {process.connection: process for process in self.processes if process.job is not None}
+        busy = {
+            process.connection: process for process in self.processes if process.job is not None
+        }
         # Only wait if there is nothing to hand out.
         timeout = None if block and (len(busy) == len(self.processes) or not self.waiting) else 0
         for connection in wait(list(busy), timeout):
@@ -455,7 +528,13 @@ class Pool:
         here, there = Pipe()
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         popen = subprocess.Popen(
-            [sys.executable, "-c", "from archipel.pool import main; main()", str(there.fileno()), str(self.memory)],
+            [
+                sys.executable,
+                "-c",
+                "from archipel.pool import main; main()",
+                str(there.fileno()),
+                str(self.memory),
+            ],
             pass_fds=(there.fileno(), self.memory),
             env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
@@ -484,7 +563,9 @@ def _anonymous_file() -> int:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """One worker's part: its vector (numel,), in and out; an averaged gradient (numel,), in; its state."""
+    """One worker's part: its vector (numel,), in and out; an averaged gradient (numel,), in; its
+    state.
+    """
 
     theta: Tensor
     gradient: Tensor
@@ -492,7 +573,9 @@ class WorkerMemory:
 
 
 def _specs(workers: Sequence[Replica], whole: Replica) -> tuple[TensorSpec, ...]:
-    """All shared tensors: each worker's vector, gradient and state; then whole vectors, one more than there are workers."""
+    """All shared tensors: each worker's vector, gradient and state; then whole vectors, one more
+    than there are workers.
+    """
     specs = []
     for replica in workers:
         vector = TensorSpec((replica.layout.numel,), torch.float32)
@@ -500,10 +583,16 @@ def _specs(workers: Sequence[Replica], whole: Replica) -> tuple[TensorSpec, ...]
     return (*specs, *[TensorSpec((whole.layout.numel,), torch.float32)] * (len(workers) + 1))
 
 
-def split_memory(tensors: list[Tensor], states: Sequence[int]) -> tuple[list[WorkerMemory], list[Tensor]]:
-    """The parts of all workers, and the vectors for evaluations; `states` has the number of tensors in each worker's state."""
+def split_memory(
+    tensors: list[Tensor], states: Sequence[int]
+) -> tuple[list[WorkerMemory], list[Tensor]]:
+    """The parts of all workers, and the vectors for evaluations; `states` has the number of tensors
+    in each worker's state.
+    """
     rest = iter(tensors)
-    parts = [WorkerMemory(next(rest), next(rest), [next(rest) for _ in range(state)]) for state in states]
+    parts = [
+        WorkerMemory(next(rest), next(rest), [next(rest) for _ in range(state)]) for state in states
+    ]
     return parts, list(rest)
 
 
@@ -517,9 +606,9 @@ def shared_tensors(descriptor: int, specs: Sequence[TensorSpec], *, create: bool
         os.ftruncate(descriptor, end)
     memory = mmap.mmap(descriptor, end)
     return [
-        torch.frombuffer(memory, dtype=spec.dtype, count=max(math.prod(spec.shape), 1), offset=offset)[
-            : math.prod(spec.shape)
-        ].view(spec.shape)
+        torch.frombuffer(
+            memory, dtype=spec.dtype, count=max(math.prod(spec.shape), 1), offset=offset
+        )[: math.prod(spec.shape)].view(spec.shape)
         for spec, offset in zip(specs, offsets, strict=True)
     ]
 
@@ -528,7 +617,9 @@ def shared_tensors(descriptor: int, specs: Sequence[TensorSpec], *, create: bool
 
 
 def serve(connection: Connection, descriptor: int) -> None:
-    """Compute jobs until the other end closes the connection; a `Setup` comes before the first one of a run."""
+    """Compute jobs until the other end closes the connection; a `Setup` comes before the first one
+    of a run.
+    """
     torch.set_num_threads(1)
     while True:
         match connection.recv():
@@ -541,12 +632,21 @@ def serve(connection: Connection, descriptor: int) -> None:
                 except NonFiniteLoss as error:
                     answer = None, (NonFiniteLoss.__name__, str(error))
                 except Exception as error:
-                    answer = None, (type(error).__name__, f"the task failed at {place_of(error)}: {type(error).__name__}: {error}")
+                    answer = (
+                        None,
+                        (
+                            type(error).__name__,
+                            f"the task failed at {place_of(error)}: {type(error).__name__}: "
+                            f"{error}",
+                        ),
+                    )
                 connection.send(answer)
 
 
 def place_of(error: Exception) -> str:
-    """File and line where `error` was raised: the deepest one that is neither a library's nor this package's, if there is any."""
+    """File and line where `error` was raised: the deepest one that is neither a library's nor this
+    package's, if there is any.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     foreign = ("site-packages", os.path.dirname(__file__))
     own = [frame for frame in frames if not any(part in frame.filename for part in foreign)]
@@ -563,7 +663,11 @@ class Computer:
         self.replica = Replica(task, setup.run, device)
         self.stages = Stages(task, setup.run, device, setup.pipeline) if setup.pipeline else None
         if self.stages:
-            states = [len(stage.state_specs) for column in zip(*self.stages.replicas, strict=True) for stage in column]
+            states = [
+                len(stage.state_specs)
+                for column in zip(*self.stages.replicas, strict=True)
+                for stage in column
+            ]
         else:
             states = [len(self.replica.state_specs)] * len(self.shards)
         self.workers, self.evaluations = split_memory(tensors, states)
@@ -573,16 +677,30 @@ class Computer:
         replica, workers = self.replica, self.workers
         match what, arguments:
             case "train", (rank, steps, progress, cursor):
-                return replica.train(workers[rank].state, workers[rank].theta, self.shards[rank], steps, progress, cursor)
+                return replica.train(
+                    workers[rank].state,
+                    workers[rank].theta,
+                    self.shards[rank],
+                    steps,
+                    progress,
+                    cursor,
+                )
             case "train_stages", (team, steps, progress, cursor):
                 assert self.stages is not None
                 ranks = self.stages.pipeline.ranks(team)
-                states, thetas = [workers[rank].state for rank in ranks], [workers[rank].theta for rank in ranks]
+                states, thetas = (
+                    [workers[rank].state for rank in ranks],
+                    [workers[rank].theta for rank in ranks],
+                )
                 return self.stages.train(team, states, thetas, self.shards, steps, progress, cursor)
             case "gradient", (rank, cursor):
-                return replica.differentiate(workers[rank].state, workers[rank].theta, self.shards[rank], cursor)
+                return replica.differentiate(
+                    workers[rank].state, workers[rank].theta, self.shards[rank], cursor
+                )
             case "apply", (rank, progress):
-                return replica.apply(workers[rank].state, workers[rank].theta, workers[rank].gradient, progress)
+                return replica.apply(
+                    workers[rank].state, workers[rank].theta, workers[rank].gradient, progress
+                )
             case "evaluate", (slot,):
                 return replica.evaluate(self.evaluations[slot])
             case "measure", ():
@@ -605,7 +723,8 @@ def median_step_time_s(replica: Replica, shard: Shard, warm_up: int = 5, steps: 
 
 def main() -> None:
     """A pool process, started with the descriptors of its connection and of the shared memory."""
-    # Ctrl-C reaches every process of a terminal; the one that started us decides, and closes the connection.
+    # Ctrl-C reaches every process of a terminal; the one that started us decides, and closes the
+    # connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

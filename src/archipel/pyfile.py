@@ -16,7 +16,8 @@ def import_file(path: Path, place: str) -> ModuleType:
     """The module in the file `path`; `place` names it in errors.
 
     Raises:
-        UserError: there is no such file, it is not a Python file, or what it does when it is imported fails.
+        UserError: there is no such file, it is not a Python file, or what it does when it is
+            imported fails.
     """
     if not os.path.isfile(path):
         raise UserError(f"{place}: there is no file {str(path)!r}{seen_from(path)}")

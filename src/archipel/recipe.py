@@ -1,6 +1,7 @@
 """One experiment as typed, strict configuration.
 
-What belongs here: what a recipe may say, its defaults, and the errors of those who write one. What does not: running it.
+What belongs here: what a recipe may say, its defaults, and the errors of those who write one. What
+does not: running it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ from archipel.task import GptTask, TaskConfig, task_config
 from archipel.topology import MEASURED, PROFILES, Profile, Topology, load_topology, parse_topology
 from archipel.yamlfile import dump, parse, read_mapping
 
-KEYS = ("method", "topology", "profile", "task", "pipeline", "run", "live", "faults", "bad_updates", "label")
+KEYS = (
+    "method",
+    "topology",
+    "profile",
+    "task",
+    "pipeline",
+    "run",
+    "live",
+    "faults",
+    "bad_updates",
+    "label",
+)
 DEFAULT_TOPOLOGY = "halos-4x4"
 DEFAULT_PROFILE = "pythia-70m-h100"
 DEFAULT_STEPS = 10_000
@@ -32,8 +44,8 @@ DEFAULT_STEPS = 10_000
 class RunConfig(BaseModel):
     """When a run ends, and its seed. The first stop rule that holds ends it.
 
-    `steps` and `tokens` count what the model to take home has absorbed, of all workers together; the learning rate is
-    planned for them.
+    `steps` and `tokens` count what the model to take home has absorbed, of all workers together;
+    the learning rate is planned for them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -42,17 +54,27 @@ class RunConfig(BaseModel):
     seconds: float | None = Field(None, gt=0, description="on the engine's clock")
     target_loss: float | None = Field(None, description="validation loss")
     seed: int = Field(0, ge=0)
-    evaluations: int = Field(25, ge=1, description="how often the model is evaluated, at equal marks of inner steps")
-    strict: bool = Field(False, description="a training loss that is not finite ends the run, and restarts no worker")
+    evaluations: int = Field(
+        25, ge=1, description="how often the model is evaluated, at equal marks of inner steps"
+    )
+    strict: bool = Field(
+        False, description="a training loss that is not finite ends the run, and restarts no worker"
+    )
 
 
 class PipelineConfig(BaseModel):
     """One replica of the model over several workers; see `pipeline.py`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    stages: int = Field(1, ge=1, description="workers that hold one replica; they divide the number of workers")
-    micro_batches: int = Field(4, ge=1, description="parts of a batch that follow each other through the stages")
-    routing: Routing = Field("random", description="whose next stage gets a micro-batch; fixed: the same replica's")
+    stages: int = Field(
+        1, ge=1, description="workers that hold one replica; they divide the number of workers"
+    )
+    micro_batches: int = Field(
+        4, ge=1, description="parts of a batch that follow each other through the stages"
+    )
+    routing: Routing = Field(
+        "random", description="whose next stage gets a micro-batch; fixed: the same replica's"
+    )
 
 
 class LiveConfig(BaseModel):
@@ -60,20 +82,33 @@ class LiveConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     pace: Literal["none", "profile"] = Field(
-        "none", description="profile: an inner step takes at least the time that the profile and the worker's speed give it"
+        "none",
+        description="profile: an inner step takes at least the time that the profile and the "
+        "worker's speed give it",
     )
-    gpu_fraction: float = Field(1.0, gt=0, le=1, description="part of a GPU that each process takes; 0.25: four share one")
-    processes: int = Field(1, ge=1, description="of each worker, which share one replica of the model by FSDP2")
-    deadline_s: float = Field(60.0, gt=0, description="longest time without a sign of life or of progress")
-    max_restarts: int = Field(3, ge=0, description="how often a node that died, or whose loss is not finite, is started again")
+    gpu_fraction: float = Field(
+        1.0, gt=0, le=1, description="part of a GPU that each process takes; 0.25: four share one"
+    )
+    processes: int = Field(
+        1, ge=1, description="of each worker, which share one replica of the model by FSDP2"
+    )
+    deadline_s: float = Field(
+        60.0, gt=0, description="longest time without a sign of life or of progress"
+    )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="how often a node that died, or whose loss is not finite, is started again",
+    )
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A method, where it runs, what it trains, for how long, and what goes wrong.
 
-    `profile` None: measured when the run starts. `faults` None: nothing goes wrong, and no invariants are checked. `bad_updates`
-    None: refused live and not in the simulator; False: in neither.
+    `profile` None: measured when the run starts. `faults` None: nothing goes wrong, and no
+    invariants are checked. `bad_updates` None: refused live and not in the simulator; False: in
+    neither.
     """
 
     label: str
@@ -96,7 +131,11 @@ class Recipe:
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """Settings of the method that are not the published ones: name to (used, published)."""
         published = type(self.config)()
-        return {name: (value, getattr(published, name)) for name, value in self.config if value != getattr(published, name)}
+        return {
+            name: (value, getattr(published, name))
+            for name, value in self.config
+            if value != getattr(published, name)
+        }
 
     def with_faults(self, faults: FaultsConfig) -> Recipe:
         """This recipe with faults; with an empty schedule of them, its invariants are checked.
@@ -106,11 +145,16 @@ class Recipe:
         """
         stages = self.pipeline.stages
         if stages > 1:
-            raise UserError(f"faults: a model in stages (pipeline.stages = {stages}) cannot have any yet; give stages = 1")
+            raise UserError(
+                f"faults: a model in stages (pipeline.stages = {stages}) cannot have any yet; give "
+                "stages = 1"
+            )
         return replace(self, faults=faults)
 
     def screening(self, *, live: bool) -> ScreeningConfig | None:
-        """Which updates are refused, in a live run or a simulated one; None: none. The published comparisons refuse none."""
+        """Which updates are refused, in a live run or a simulated one; None: none. The published
+        comparisons refuse none.
+        """
         if self.bad_updates is None:
             return ScreeningConfig() if live else None
         return self.bad_updates or None
@@ -134,7 +178,9 @@ class Recipe:
         if self.faults is not None:
             data["faults"] = self.faults.model_dump(mode="json")
         if self.bad_updates is not None:
-            data["bad_updates"] = self.bad_updates.model_dump(mode="json") if self.bad_updates else False
+            data["bad_updates"] = (
+                self.bad_updates.model_dump(mode="json") if self.bad_updates else False
+            )
         return dump(data)
 
 
@@ -146,9 +192,14 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
     """
     for key in data:
         if key not in KEYS:
-            raise UserError(f"recipe: unknown key {key!r}{nearest(key, KEYS)}; allowed: {', '.join(KEYS)}")
+            raise UserError(
+                f"recipe: unknown key {key!r}{nearest(key, KEYS)}; allowed: {', '.join(KEYS)}"
+            )
     if "method" not in data:
-        raise UserError(f"recipe: `method` is required, for example `method: halos`; methods: {', '.join(methods.names())}")
+        raise UserError(
+            "recipe: `method` is required, for example `method: halos`; methods: "
+            f"{', '.join(methods.names())}"
+        )
     method, config = _method(section(data["method"], "method"))
     task_fields = section(data.get("task", "stdlib"), "task")
     run_fields, pipeline_fields = data.get("run", {}), data.get("pipeline", {})
@@ -158,11 +209,17 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
         raise UserError(f"pipeline = {pipeline_fields!r}: expected keys such as `stages: 2`")
     label = str(data.get("label", Path(method).stem))
     if not re.fullmatch(r"[\w.+-]+", label):
-        raise UserError(f"label = {label!r}: it names a folder; use letters, digits, '.', '_', '+' and '-'")
-    pipeline, topology = _pipeline(pipeline_fields), _topology(data.get("topology", DEFAULT_TOPOLOGY))
+        raise UserError(
+            f"label = {label!r}: it names a folder; use letters, digits, '.', '_', '+' and '-'"
+        )
+    pipeline, topology = (
+        _pipeline(pipeline_fields),
+        _topology(data.get("topology", DEFAULT_TOPOLOGY)),
+    )
     if len(topology.workers) % pipeline.stages:
         raise UserError(
-            f"pipeline.stages = {pipeline.stages}: topology {topology.name!r} has {len(topology.workers)} workers, "
+            f"pipeline.stages = {pipeline.stages}: topology {topology.name!r} has "
+            f"{len(topology.workers)} workers, "
             f"which is no multiple of that"
         )
     recipe = Recipe(
@@ -187,13 +244,20 @@ def read_recipe(path: Path, overrides: list[str]) -> Recipe:
     Raises:
         UserError: the file or what it says is wrong.
     """
-    data = {"topology": DEFAULT_TOPOLOGY, "profile": DEFAULT_PROFILE, **read_mapping(path, "recipe")}
+    data = {
+        "topology": DEFAULT_TOPOLOGY,
+        "profile": DEFAULT_PROFILE,
+        **read_mapping(path, "recipe"),
+    }
     method = section(data.get("method", {}), "method").get("name")
     for override in overrides:
         place, key, value = parse_override(override)
         place = "method" if place == method else place
         if place not in KEYS:
-            raise UserError(f"--set {override}: unknown section {place!r}{nearest(place, KEYS)}; allowed: {', '.join(KEYS)}")
+            raise UserError(
+                f"--set {override}: unknown section {place!r}{nearest(place, KEYS)}; allowed: "
+                f"{', '.join(KEYS)}"
+            )
         data[place] = {**section(data.get(place) or {}, place), key: value}
     return parse_recipe(data)
 
@@ -207,7 +271,10 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     place, equals, value = text.partition("=")
     name, dot, key = place.strip().partition(".")
     if not (equals and dot and key):
-        raise UserError(f"--set {text}: expected section.key=value, for example halos.inner_steps=16 or task.width=64")
+        raise UserError(
+            f"--set {text}: expected section.key=value, for example halos.inner_steps=16 or "
+            "task.width=64"
+        )
     try:
         return name, key, parse(value)
     except yaml.YAMLError:
@@ -240,14 +307,23 @@ def _topology(value: Any) -> Topology:
     match value:
         case str():
             return load_topology(value)
-        case dict() if "name" in value and "regions" not in value:  # a preset or file, and what differs from it
+        case dict() if (
+            "name" in value and "regions" not in value
+        ):  # a preset or file, and what differs from it
             base = load_topology(str(value["name"]))
             topology = parse_topology({**base.model_dump(), **value})
-            return topology if topology == base else topology.model_copy(update={"name": f"{base.name} (changed)"})
+            return (
+                topology
+                if topology == base
+                else topology.model_copy(update={"name": f"{base.name} (changed)"})
+            )
         case dict():
             return parse_topology(value)
         case _:
-            raise UserError(f"topology = {value!r}: expected a preset's name, a YAML file, or the topology's keys")
+            raise UserError(
+                f"topology = {value!r}: expected a preset's name, a YAML file, or the topology's "
+                "keys"
+            )
 
 
 def _profile(value: Any) -> Profile | None:
@@ -261,7 +337,9 @@ def _profile(value: Any) -> Profile | None:
                 fields["name"] = f"{name} (changed)"
         case {"name": str(name)} if len(fields) == 1:
             known = [*PROFILES, MEASURED]
-            raise UserError(f"profile = {name!r}: allowed are {', '.join(known)}{nearest(name, known)}")
+            raise UserError(
+                f"profile = {name!r}: allowed are {', '.join(known)}{nearest(name, known)}"
+            )
     try:
         return Profile.model_validate(fields)
     except ValidationError as error:
@@ -291,7 +369,9 @@ def _run(fields: dict[str, Any]) -> RunConfig:
     except ValidationError as error:
         raise explain(error, "run", RunConfig) from None
     if run.steps is not None and run.tokens is not None:
-        raise UserError(f"run: steps = {run.steps} and tokens = {run.tokens} are both given; give one of them")
+        raise UserError(
+            f"run: steps = {run.steps} and tokens = {run.tokens} are both given; give one of them"
+        )
     return run
 
 
@@ -308,7 +388,9 @@ def _bad_updates(fields: Any) -> ScreeningConfig | Literal[False] | None:
     if fields is None or fields is False:
         return fields
     if not isinstance(fields, dict):
-        raise UserError(f"bad_updates = {fields!r}: expected false, or keys such as `multiple: 1000`")
+        raise UserError(
+            f"bad_updates = {fields!r}: expected false, or keys such as `multiple: 1000`"
+        )
     try:
         return ScreeningConfig.model_validate(fields)
     except ValidationError as error:

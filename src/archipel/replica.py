@@ -1,11 +1,12 @@
 """One copy of a model that takes inner steps from a vector.
 
-What belongs here: gradients, the inner optimizer, evaluation, on one device. What does not: which worker steps when,
-processes, shared memory.
+What belongs here: gradients, the inner optimizer, evaluation, on one device. What does not: which
+worker steps when, processes, shared memory.
 
-A replica serves many workers in turn. What makes one worker different from another is its state: a flag that says
-whether its optimizer has begun, its integer buffers, and what its optimizer keeps. These are plain tensors, described
-by `Replica.state_specs`, that live where the caller wants them: the pool keeps them in shared memory.
+A replica serves many workers in turn. What makes one worker different from another is its state: a
+flag that says whether its optimizer has begun, its integer buffers, and what its optimizer keeps.
+These are plain tensors, described by `Replica.state_specs`, that live where the caller wants them:
+the pool keeps them in shared memory.
 """
 
 from __future__ import annotations
@@ -65,17 +66,22 @@ class Replica:
         state_specs: the tensors of a worker's state.
     """
 
-    def __init__(self, task: Task, run: Run, device: torch.device, module: nn.Module | None = None) -> None:
+    def __init__(
+        self, task: Task, run: Run, device: torch.device, module: nn.Module | None = None
+    ) -> None:
         self.task, self.run, self.device = task, run, device
         self.module = (task.seeded_model(run.seed) if module is None else module).to(device)
         self.layout = Layout.of(self.module)
-        # The fp32 weights that the optimizer moves, and their gradients, each in one piece. A parameter that is fp32
-        # and contiguous *is* its part of them; any other (bf16, strided) has a master copy there.
+        # The fp32 weights that the optimizer moves, and their gradients, each in one piece. A
+        # parameter that is fp32 and contiguous *is* its part of them; any other (bf16, strided) has
+        # a master copy there.
         self.theta = self.layout.read(self.module).to(device)
         self.gradient = torch.zeros(self.layout.parameters, device=device)
         self.copied: list[tuple[nn.Parameter, nn.Parameter]] = []
         masters: dict[int, nn.Parameter] = {}
-        for slot, parameter in zip(self.layout.slots, parameters(self.module).values(), strict=False):
+        for slot, parameter in zip(
+            self.layout.slots, parameters(self.module).values(), strict=False
+        ):
             master = parameter
             if parameter.dtype == torch.float32 and parameter.is_contiguous():
                 parameter.data = slot.view(self.theta)
@@ -91,19 +97,30 @@ class Replica:
         self.first_integers = [tensor.clone() for tensor in integer_buffers(self.module).values()]
         self.optimizer = task.optimizer(self.module)
         for group in self.optimizer.param_groups:
-            group["params"] = [masters.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [
+                masters.get(id(parameter), parameter) for parameter in group["params"]
+            ]
             group.setdefault("initial_lr", group["lr"])
-        self.moved = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        # Some optimizers (Adagrad) make their state with themselves, and for the model's own parameters.
-        made = {masters.get(id(parameter), parameter): dict(entries) for parameter, entries in self.optimizer.state.items()}
+        self.moved = [
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
+        # Some optimizers (Adagrad) make their state with themselves, and for the model's own
+        # parameters.
+        made = {
+            masters.get(id(parameter), parameter): dict(entries)
+            for parameter, entries in self.optimizer.state.items()
+        }
         self.optimizer.state = defaultdict(dict, made)
         self.first_state = copy.deepcopy(self._places())
         self.optimizer_keys, optimizer_specs = self._dry_step()
         begun = TensorSpec((), torch.bool)
-        integer_specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in self.first_integers]
+        integer_specs = [
+            TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in self.first_integers
+        ]
         self.state_specs = [begun, *integer_specs, *optimizer_specs]
 
-    # What workers ask for. Vectors have shape (numel,) and are overwritten with the result; so is the worker's state.
+    # What workers ask for. Vectors have shape (numel,) and are overwritten with the result; so is
+    # the worker's state.
 
     def reset(self, state: Sequence[Tensor]) -> None:
         """Make `state` that of a worker which has not begun."""
@@ -112,7 +129,9 @@ class Replica:
             kept.copy_(first)
 
     def reset_optimizer(self, state: Sequence[Tensor]) -> None:
-        """Have the optimizer of `state` begin anew; what it kept may not be finite. Integer buffers stay."""
+        """Have the optimizer of `state` begin anew; what it kept may not be finite. Integer buffers
+        stay.
+        """
         state[0].fill_(False)
 
     def train(
@@ -125,7 +144,8 @@ class Replica:
         cursor: int,
         after_step: Callable[[], None] = lambda: None,
     ) -> list[float]:
-        """Take `steps` inner steps from `theta`, on the batches from number `cursor` on; the losses before each step.
+        """Take `steps` inner steps from `theta`, on the batches from number `cursor` on; the losses
+        before each step.
 
         `after_step` is called after each of them: a live run counts them there, and keeps its pace.
 
@@ -140,8 +160,11 @@ class Replica:
                 after_step()
         return finite(losses, cursor)
 
-    def differentiate(self, state: Sequence[Tensor], theta: Tensor, shard: Shard, cursor: int) -> list[float]:
-        """The unclipped gradient at `theta` on batch `cursor`, with the new buffers behind it; the loss, alone in a list.
+    def differentiate(
+        self, state: Sequence[Tensor], theta: Tensor, shard: Shard, cursor: int
+    ) -> list[float]:
+        """The unclipped gradient at `theta` on batch `cursor`, with the new buffers behind it; the
+        loss, alone in a list.
 
         Raises:
             NonFiniteLoss: the loss is not finite.
@@ -153,8 +176,12 @@ class Replica:
         theta[: self.layout.parameters].copy_(self.gradient)
         return finite([loss], cursor)
 
-    def apply(self, state: Sequence[Tensor], theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
-        """One step of the inner optimizer from `theta` with a known `gradient` (new buffers behind it); no losses."""
+    def apply(
+        self, state: Sequence[Tensor], theta: Tensor, gradient: Tensor, progress: int
+    ) -> list[float]:
+        """One step of the inner optimizer from `theta` with a known `gradient` (new buffers behind
+        it); no losses.
+        """
         self._load(theta)
         with self._optimizer(state):
             self.gradient.copy_(gradient[: self.layout.parameters])
@@ -191,7 +218,9 @@ class Replica:
             parameter.grad = None
 
     def collect(self) -> None:
-        """Take the gradients of parameters that have a master copy, and the new buffers, from the model."""
+        """Take the gradients of parameters that have a master copy, and the new buffers, from the
+        model.
+        """
         for parameter, master in self.copied:
             if parameter.grad is not None and master.grad is not None:
                 master.grad.copy_(parameter.grad)
@@ -203,7 +232,9 @@ class Replica:
         return norm
 
     def step(self, progress: int, norm: Tensor) -> None:
-        """One step of the optimizer; `norm` is that of the whole model's gradient, of which this one may be a part."""
+        """One step of the optimizer; `norm` is that of the whole model's gradient, of which this
+        one may be a part.
+        """
         if self.task.gradient_clip is not None:
             self.gradient.mul_(torch.clamp(self.task.gradient_clip / (norm + 1e-6), max=1.0))
         set_learning_rate(self.optimizer, self.task, self.run, progress)
@@ -276,14 +307,18 @@ class Replica:
                 if isinstance(value, Tensor):
                     keys.append((place, key, None))
                     specs.append(TensorSpec(tuple(value.shape), value.dtype))
-                elif type(value) in (int, float) and self.first_state.get(place, {}).get(key) != value:
+                elif (
+                    type(value) in (int, float)
+                    and self.first_state.get(place, {}).get(key) != value
+                ):
                     keys.append((place, key, type(value)))
                     specs.append(TensorSpec((), torch.float64))
         # Flags and the like, which stay as the first step leaves them.
         self.constants = {
             place: constants
             for place, entries in self._places().items()
-            if place[0] == "parameter" and (constants := {k: v for k, v in entries.items() if not isinstance(v, Tensor)})
+            if place[0] == "parameter"
+            and (constants := {k: v for k, v in entries.items() if not isinstance(v, Tensor)})
         }
         for place, entries in self.first_state.items():
             self._place(place).update(copy.deepcopy(entries))
@@ -291,15 +326,27 @@ class Replica:
         return keys, specs
 
     def _places(self) -> dict[Place, dict[str, Any]]:
-        """Where the optimizer keeps things: a dict for each parameter, and one for each group, without what we set ourselves."""
+        """Where the optimizer keeps things: a dict for each parameter, and one for each group,
+        without what we set ourselves.
+        """
         ours = ("params", "lr", "initial_lr")
-        groups = [{key: value for key, value in group.items() if key not in ours} for group in self.optimizer.param_groups]
-        states = {("parameter", i): self.optimizer.state[parameter] for i, parameter in enumerate(self.moved)}
+        groups = [
+            {key: value for key, value in group.items() if key not in ours}
+            for group in self.optimizer.param_groups
+        ]
+        states = {
+            ("parameter", i): self.optimizer.state[parameter]
+            for i, parameter in enumerate(self.moved)
+        }
         return {("group", i): group for i, group in enumerate(groups)} | states
 
     def _place(self, place: Place) -> dict[str, Any]:
         kind, i = place
-        return self.optimizer.param_groups[i] if kind == "group" else self.optimizer.state[self.moved[i]]
+        return (
+            self.optimizer.param_groups[i]
+            if kind == "group"
+            else self.optimizer.state[self.moved[i]]
+        )
 
 
 class Solo:
@@ -310,8 +357,12 @@ class Solo:
         self.state = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in replica.state_specs]
         replica.reset(self.state)
 
-    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
-        return self.replica.train(self.state, theta, self.shard, steps, progress, cursor, after_step)
+    def train(
+        self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]
+    ) -> list[float]:
+        return self.replica.train(
+            self.state, theta, self.shard, steps, progress, cursor, after_step
+        )
 
     def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
         return self.replica.differentiate(self.state, theta, self.shard, cursor)
@@ -338,13 +389,20 @@ def batch_of(task: Task, shard: Shard, index: int) -> Batch:
     """The task's batch number `index` of a shard.
 
     Raises:
-        ValueError: there is nothing in it. Its loss would be no number, and a learning rate the last thing to look at.
+        ValueError: there is nothing in it. Its loss would be no number, and a learning rate the
+            last thing to look at.
     """
     batch = task.batches(shard, index)
     tensors = list(_tensors(batch))
     if tensors and not any(tensor.numel() for tensor in tensors):
-        where = "the validation data" if shard.split == "valid" else f"shard {shard.index} of {shard.of}"
-        raise ValueError(f"batch {index} of {where} is empty; `batches` must give every shard some data")
+        where = (
+            "the validation data"
+            if shard.split == "valid"
+            else f"shard {shard.index} of {shard.of}"
+        )
+        raise ValueError(
+            f"batch {index} of {where} is empty; `batches` must give every shard some data"
+        )
     return batch
 
 
@@ -354,18 +412,32 @@ def loss_of(task: Task, module: nn.Module, batch: Batch, device: torch.device) -
         with torch.autocast(device.type, task.autocast, enabled=task.autocast is not None):
             return task.loss(module, _to_device(batch, device))
     except IndexError as error:
-        numbers = [tensor for tensor in _tensors(batch) if tensor.numel() and not tensor.is_floating_point()]
-        if numbers and str(error) == "index out of range in self":  # torch's words for an embedding without such a row
-            least, most = min(int(tensor.min()) for tensor in numbers), max(int(tensor.max()) for tensor in numbers)
+        numbers = [
+            tensor
+            for tensor in _tensors(batch)
+            if tensor.numel() and not tensor.is_floating_point()
+        ]
+        if (
+            numbers and str(error) == "index out of range in self"
+        ):  # torch's words for an embedding without such a row
+            least, most = (
+                min(int(tensor.min()) for tensor in numbers),
+                max(int(tensor.max()) for tensor in numbers),
+            )
             error.args = (
-                f"an embedding has no such row: a token is outside the vocabulary, or a sequence longer than the context; "
+                "an embedding has no such row: a token is outside the vocabulary, or a sequence "
+                "longer than the context; "
                 f"the numbers in the batch are from {least} to {most}",
             )
         raise
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, task: Task, run: Run, progress: int) -> None:
-    """That of the inner step at which all workers together have taken `progress`. Groups hold their peak as `initial_lr`."""
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, task: Task, run: Run, progress: int
+) -> None:
+    """That of the inner step at which all workers together have taken `progress`. Groups hold their
+    peak as `initial_lr`.
+    """
     if task.schedule is not None:
         factor = task.schedule.factor(progress / run.workers, run.total_steps / run.workers)
         for group in optimizer.param_groups:
@@ -375,13 +447,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, task: Task, run: Run, pr
 def check_loss(loss: Any) -> None:
     """Raise a TypeError if there is no gradient to take of it."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        raise TypeError(f"loss must return a 0-d tensor that depends on the model's parameters, not {_describe(loss)}")
+        raise TypeError(
+            "loss must return a 0-d tensor that depends on the model's parameters, not "
+            f"{_describe(loss)}"
+        )
 
 
 def seed_step(seed: int, shard: Shard, index: int, device: torch.device) -> None:
-    """Dropout and the like must not depend on which process takes this step, or what it did before."""
+    """Dropout and the like must not depend on which process takes this step, or what it did
+    before.
+    """
     seed = ((seed * 1_000_003 + shard.index) * 1_000_003 + index) % 2**63
-    # torch.manual_seed also seeds devices that are not there, by queueing a stack trace for each: 0.4 ms and a leak.
+    # torch.manual_seed also seeds devices that are not there, by queueing a stack trace for each:
+    # 0.4 ms and a leak.
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -403,7 +481,9 @@ def finite(losses: Sequence[Tensor], cursor: int) -> list[float]:
 def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
+    return f"a tensor of shape {tuple(value.shape)}" + (
+        "" if value.requires_grad else " without a gradient"
+    )
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -1,10 +1,12 @@
-"""Which updates a receiver does without: those that are not finite, or absurdly large beside the ones before.
+"""Which updates a receiver does without: those that are not finite, or absurdly large beside the
+ones before.
 
-What belongs here: the rule, as a pure function of the updates that one receiver has seen. What does not: who is told that an update
-is refused (the engines), and what a method does then.
+What belongs here: the rule, as a pure function of the updates that one receiver has seen. What does
+not: who is told that an update is refused (the engines), and what a method does then.
 
-One bad update is enough to spoil a model for good, and a sender cannot be trusted to notice: a broken memory cell, a file with
-garbage in it, an inner optimizer that has gone astray. A median is what a few bad ones cannot move.
+One bad update is enough to spoil a model for good, and a sender cannot be trusted to notice: a
+broken memory cell, a file with garbage in it, an inner optimizer that has gone astray. A median is
+what a few bad ones cannot move.
 """
 
 from __future__ import annotations
@@ -25,9 +27,17 @@ class ScreeningConfig(BaseModel):
     """The section `bad_updates` of a recipe."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    multiple: float = Field(1000.0, gt=1, description="an update is refused if its norm is more than so many times the median")
-    window: int = Field(64, ge=1, description="the median is over so many accepted updates, the last ones")
-    warm_up: int = Field(8, ge=1, description="accepted updates before the first one can be too large")
+    multiple: float = Field(
+        1000.0,
+        gt=1,
+        description="an update is refused if its norm is more than so many times the median",
+    )
+    window: int = Field(
+        64, ge=1, description="the median is over so many accepted updates, the last ones"
+    )
+    warm_up: int = Field(
+        8, ge=1, description="accepted updates before the first one can be too large"
+    )
 
 
 @dataclass
@@ -48,20 +58,26 @@ class Screen:
 
         Args:
             vectors: all that it carries; the first one is its gradient.
-            parameters: leading entries of the gradient that are parameters. Behind them lie buffers, which are values and have no
-                usual size: a running variance of 10⁶ is fine.
+            parameters: leading entries of the gradient that are parameters. Behind them lie
+                buffers, which are values and have no usual size: a running variance of 10⁶ is fine.
         """
-        # In double precision: the square of a finite fp32 number need not be one. Then the norm is finite if all entries are.
+        # In double precision: the square of a finite fp32 number need not be one. Then the norm is
+        # finite if all entries are.
         norm = float(torch.linalg.vector_norm(vectors[0][:parameters], dtype=torch.float64))
         others = (vectors[0][parameters:], *vectors[1:])
-        if not math.isfinite(norm) or not all(bool(torch.isfinite(vector).all()) for vector in others):
+        if not math.isfinite(norm) or not all(
+            bool(torch.isfinite(vector).all()) for vector in others
+        ):
             return "it is not finite"
         if self.accepted >= self.config.warm_up:
             median = statistics.median(self.norms)
             # As long as nothing has moved, nothing is too large.
             if 0 < median * self.config.multiple < norm:
                 times, last = f"{norm / median:.3g} times", len(self.norms)
-                return f"its norm {norm:.3g} is {times} the running median {median:.3g} of the last {last}"
+                return (
+                    f"its norm {norm:.3g} is {times} the running median {median:.3g} of the "
+                    f"last {last}"
+                )
         self.accepted += 1
         self.norms = [*self.norms, norm][-self.config.window :]
         return None
@@ -69,4 +85,6 @@ class Screen:
 
 def vectors_of(update: Update) -> list[Vector]:
     """All vectors of an update, its gradient first."""
-    return [value for part in fields(update) if isinstance(value := getattr(update, part.name), Tensor)]
+    return [
+        value for part in fields(update) if isinstance(value := getattr(update, part.name), Tensor)
+    ]

@@ -1,16 +1,17 @@
 """The virtual clock: actors run on modelled time, with real gradients or none.
 
-What belongs here: the heap of events and what puts events on it. What does not: how long a message takes
-(`network.py`), how a gradient is computed (`pool.py`), what a method does.
+What belongs here: the heap of events and what puts events on it. What does not: how long a message
+takes (`network.py`), how a gradient is computed (`pool.py`), what a method does.
 
-Events are ordered by (time, sequence number) and by nothing else, so that one seed gives one run. An inner step takes
-the profile's step time divided by its worker's relative speed. Its gradients are computed in the background from the
-moment it starts on the virtual clock, and are waited for only when they are the next event: all workers that train at
-the same virtual time really train at the same time.
+Events are ordered by (time, sequence number) and by nothing else, so that one seed gives one run.
+An inner step takes the profile's step time divided by its worker's relative speed. Its gradients
+are computed in the background from the moment it starts on the virtual clock, and are waited for
+only when they are the next event: all workers that train at the same virtual time really train at
+the same time.
 
-Faults that a recipe asks for are events like all others, and what is lost is taken off the heap: a node that is gone has nothing
-under way. With a schedule, even an empty one, the books of `invariants.py` are kept. A worker whose loss is not finite is lost and
-back at once, in every run.
+Faults that a recipe asks for are events like all others, and what is lost is taken off the heap: a
+node that is gone has nothing under way. With a schedule, even an empty one, the books of
+`invariants.py` are kept. A worker whose loss is not finite is lost and back at once, in every run.
 """
 
 from __future__ import annotations
@@ -55,12 +56,16 @@ from archipel.screening import Screen, ScreeningConfig, vectors_of
 from archipel.topology import Profile
 
 NOT_FINITE = 3
-"""A worker whose loss is not finite so many times in a row, with no inner steps that it finishes in between, ends the run."""
+"""A worker whose loss is not finite so many times in a row, with no inner steps that it finishes in
+between, ends the run.
+"""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """When a run ends: at the first of these. Inner steps are those that the model to take home has absorbed."""
+    """When a run ends: at the first of these. Inner steps are those that the model to take home has
+    absorbed.
+    """
 
     steps: int | None = None
     seconds: float | None = None
@@ -91,7 +96,9 @@ class Finish:
 
 @dataclass(eq=False, slots=True)
 class Drain:
-    """A transfer on a shared link ends, unless another transfer has started or ended there since."""
+    """A transfer on a shared link ends, unless another transfer has started or ended there
+    since.
+    """
 
     direction: tuple[str, str]
     version: int
@@ -129,7 +136,9 @@ class Contribution:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Saved:
-    """A node's state that it would restart from: its actor, and what the trainer keeps of a worker."""
+    """A node's state that it would restart from: its actor, and what the trainer keeps of a
+    worker.
+    """
 
     actor: Actor
     worker: Any
@@ -146,7 +155,8 @@ class Trouble:
         left: those who never come again.
         severed: pairs of regions whose nodes take each other for lost.
         saves: the states that nodes would restart from.
-        before: of the workers among them, what the trainer kept of each one before its inner steps under way.
+        before: of the workers among them, what the trainer kept of each one before its inner steps
+            under way.
         reducing: the members of collectives that wait for others.
         reduced: what each member last gave to a collective that has started, where books are kept.
         rng: drawn from for messages that are lost or doubled.
@@ -166,9 +176,11 @@ class Trouble:
 
 @dataclass
 class Transfer:
-    """A message on its way over a shared link, from the sender's `start_s`; `latency_s` comes after its last byte has left.
+    """A message on its way over a shared link, from the sender's `start_s`; `latency_s` comes after
+    its last byte has left.
 
-    `followers` are later and smaller messages between the same two nodes that have left already; they must not arrive before it.
+    `followers` are later and smaller messages between the same two nodes that have left already;
+    they must not arrive before it.
     """
 
     deliver: Deliver
@@ -180,7 +192,9 @@ class Transfer:
 
 @dataclass
 class SharedLink:
-    """A direction of a link between regions, and the transfers on it; `version` tells which `Drain` is still true."""
+    """A direction of a link between regions, and the transfers on it; `version` tells which `Drain`
+    is still true.
+    """
 
     link: FairLink
     transfers: dict[int, Transfer] = field(default_factory=dict)
@@ -188,9 +202,22 @@ class SharedLink:
 
 
 FIXED = (
-    "network", "profile", "trainer", "stop", "evaluate_every", "tokens_per_step", "parameters", "seed", "pipeline", "step_time_s",
-    "vector_bytes", "faults", "books", "screening", "strict",
-)  # fmt: skip
+    "network",
+    "profile",
+    "trainer",
+    "stop",
+    "evaluate_every",
+    "tokens_per_step",
+    "parameters",
+    "seed",
+    "pipeline",
+    "step_time_s",
+    "vector_bytes",
+    "faults",
+    "books",
+    "screening",
+    "strict",
+)
 """What a simulator is made with and never changes; all its other attributes are its state."""
 
 
@@ -237,13 +264,30 @@ class Simulator:
         if len(self.actors) < len(actors):
             raise ValueError("two actors have one address: every actor's `me` must be its own")
         fastest = max(worker.speed for worker in workers)
-        self.step_time_s = {worker.id: profile.step_time_s / (worker.speed / fastest) for worker in workers}
-        self.network, self.profile, self.trainer, self.recorder, self.stop = network, profile, trainer, recorder, stop
-        self.evaluate_every, self.tokens_per_step, self.parameters = evaluate_every, tokens_per_step, parameters
+        self.step_time_s = {
+            worker.id: profile.step_time_s / (worker.speed / fastest) for worker in workers
+        }
+        self.network, self.profile, self.trainer, self.recorder, self.stop = (
+            network,
+            profile,
+            trainer,
+            recorder,
+            stop,
+        )
+        self.evaluate_every, self.tokens_per_step, self.parameters = (
+            evaluate_every,
+            tokens_per_step,
+            parameters,
+        )
         self.seed, self.pipeline, self.screening, self.strict = seed, pipeline, screening, strict
         self.books, self.faults = faults is not None, faults or Faults((), tuple(self.actors), ())
-        self.vector_bytes = {actor.me: profile.model_bytes * (pipeline.share(actor.me) if pipeline else 1.0) for actor in actors}
-        self.contexts = {actor.me: NodeContext(actor.me, self, seed, i) for i, actor in enumerate(actors)}
+        self.vector_bytes = {
+            actor.me: profile.model_bytes * (pipeline.share(actor.me) if pipeline else 1.0)
+            for actor in actors
+        }
+        self.contexts = {
+            actor.me: NodeContext(actor.me, self, seed, i) for i, actor in enumerate(actors)
+        }
         self.now = 0.0
         self.absorbed_by_nodes = 0
         self.next_mark = 0
@@ -252,24 +296,34 @@ class Simulator:
         self.sequence = 0
         self.events = 0  # that have happened
         self.training: set[NodeId] = set()
-        self.unabsorbed: dict[NodeId, int] = {}  # inner steps since the model to take home last changed
+        self.unabsorbed: dict[
+            NodeId, int
+        ] = {}  # inner steps since the model to take home last changed
         self.not_finite: dict[NodeId, int] = {}  # losses in a row, by worker
-        self.screens: dict[NodeId, Screen] = {}  # by receiver; of a collective, by the first of its members
+        self.screens: dict[
+            NodeId, Screen
+        ] = {}  # by receiver; of a collective, by the first of its members
         self.joining: dict[tuple[int, ...], dict[NodeId, Call]] = {}  # by team of replicas
         self.stage_steps: dict[tuple[int, ...], int] = {}  # inner steps that a team has begun
         self.last_arrival_s: dict[tuple[NodeId, NodeId], float] = {}
         self.shared: dict[tuple[str, str], SharedLink] = {}
         self.evaluations: list[tuple[Evaluation, Promise, list[Promise]]] = []
-        rng, absent = np.random.default_rng((seed, self.faults.seed, 0xFA17)), dict.fromkeys(self.faults.absent, 0.0)
+        rng, absent = (
+            np.random.default_rng((seed, self.faults.seed, 0xFA17)),
+            dict.fromkeys(self.faults.absent, 0.0),
+        )
         self.ledger, self.trouble = Ledger(), Trouble(absent, rng, begun=bool(absent))
 
     def run(self, pause: Callable[[], bool] = lambda: False) -> str | None:
-        """Run to the end; the name of the stop rule that ended it: `steps`, `seconds` or `target_loss`.
+        """Run to the end; the name of the stop rule that ended it: `steps`, `seconds` or
+        `target_loss`.
 
-        `pause` is asked after each event; if it says so, this returns None, and another call goes on with the next one.
+        `pause` is asked after each event; if it says so, this returns None, and another call goes
+        on with the next one.
 
         Raises:
-            Diverged: a validation loss is not finite, or the training loss of one worker several times in a row.
+            Diverged: a validation loss is not finite, or the training loss of one worker several
+                times in a row.
             TrainingError: nothing can happen any more (a deadlock), or training failed.
             Violation: there is a schedule of faults, and an invariant does not hold.
         """
@@ -281,7 +335,9 @@ class Simulator:
             self._plan()
             reason = self._evaluate_at_marks()
         while reason is None:
-            if self.changed and (not self.heap or self.heap[0][0] > self.now):  # all of this moment has happened
+            if self.changed and (
+                not self.heap or self.heap[0][0] > self.now
+            ):  # all of this moment has happened
                 self.changed = False
                 reason = self._evaluate_at_marks()
                 continue
@@ -310,7 +366,9 @@ class Simulator:
                         self._handle(worker, answer, worker)
                 case Drain():
                     self._drain(event)
-                case Tally(messages=messages, sent_bytes=sent_bytes, slow_link_bytes=slow_link_bytes):
+                case Tally(
+                    messages=messages, sent_bytes=sent_bytes, slow_link_bytes=slow_link_bytes
+                ):
                     self.recorder.counts(messages, sent_bytes, slow_link_bytes)
                 case _:
                     self._strike(event)
@@ -318,36 +376,57 @@ class Simulator:
                 return None
         if self.books:
             self._check_books()
-        if not self.recorder.evaluations or self.recorder.evaluations[-1].inner_steps != self.absorbed:
+        if (
+            not self.recorder.evaluations
+            or self.recorder.evaluations[-1].inner_steps != self.absorbed
+        ):
             self._evaluate()
         self.collect_evaluations()
         return reason
 
     def state(self) -> dict[str, Any]:
-        """Everything that a run changes, the trainer's part apart; to be read before anything else happens."""
-        return {name: value for name, value in vars(self).items() if name not in FIXED} | {"network_rng": self.network.rng}
+        """Everything that a run changes, the trainer's part apart; to be read before anything else
+        happens.
+        """
+        return {name: value for name, value in vars(self).items() if name not in FIXED} | {
+            "network_rng": self.network.rng
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state()` gave; this simulator must have been made with the same arguments and not have run."""
+        """Go on from what `state()` gave; this simulator must have been made with the same
+        arguments and not have run.
+        """
         self.network.rng = state["network_rng"]
         vars(self).update({name: value for name, value in state.items() if name != "network_rng"})
 
     @property
     def absorbed(self) -> int:
-        """Inner steps that the model to take home has absorbed; one that a replica takes in stages is one."""
+        """Inner steps that the model to take home has absorbed; one that a replica takes in stages
+        is one.
+        """
         return self.absorbed_by_nodes // (self.pipeline.stages if self.pipeline else 1)
 
     def holders(self) -> list[Actor]:
-        """Those who hold a part of the model to take home; if nobody is there who does, those who were there last."""
-        holders, down = [actor for actor in self.actors.values() if actor.model() is not None], self.trouble.down
+        """Those who hold a part of the model to take home; if nobody is there who does, those who
+        were there last.
+        """
+        holders, down = (
+            [actor for actor in self.actors.values() if actor.model() is not None],
+            self.trouble.down,
+        )
         last_s = max((down[actor.me] for actor in holders if actor.me in down), default=0.0)
-        return [actor for actor in holders if actor.me not in down] or [actor for actor in holders if down[actor.me] == last_s]
+        return [actor for actor in holders if actor.me not in down] or [
+            actor for actor in holders if down[actor.me] == last_s
+        ]
 
     def parts(self) -> list[Vector]:
         """The whole models whose mean is the one that a user takes home."""
         if self.pipeline is None:
             return [part for actor in self.holders() if (part := actor.model()) is not None]
-        stages = [[part for node in stage if (part := self.actors[node].model()) is not None] for stage in self.pipeline.nodes]
+        stages = [
+            [part for node in stage if (part := self.actors[node].model()) is not None]
+            for stage in self.pipeline.nodes
+        ]
         return [join(parts, self.pipeline.parameters) for parts in zip(*stages, strict=True)]
 
     def outer_steps(self) -> int:
@@ -380,7 +459,9 @@ class Simulator:
                 self._absorbed(self.absorbed_by_nodes + actor.absorbed - before)
 
     def _recount(self) -> None:
-        """Count the absorbed inner steps anew: those of the dead only count if nobody who is there holds the model."""
+        """Count the absorbed inner steps anew: those of the dead only count if nobody who is there
+        holds the model.
+        """
         absorbed = sum(actor.absorbed for actor in self.holders())
         if absorbed != self.absorbed_by_nodes:
             self._absorbed(absorbed)
@@ -394,7 +475,9 @@ class Simulator:
             self.ledger.absorbs(steps)
 
     def _answer(self, event: Finish) -> Message | None:
-        """What a worker's inner steps have come to; None if their loss is not finite, and it has been restarted."""
+        """What a worker's inner steps have come to; None if their loss is not finite, and it has
+        been restarted.
+        """
         self.training.discard(event.worker)
         self._check_plan(event)
         try:
@@ -414,18 +497,22 @@ class Simulator:
         return answer
 
     def _check_plan(self, event: Finish) -> None:
-        """Stop a run that would never end, because its workers train on and on and no outer step is taken."""
+        """Stop a run that would never end, because its workers train on and on and no outer step is
+        taken.
+        """
         plan, taken = self.stop.steps, self.unabsorbed
         already = taken.get(event.worker, 0)
         stages = self.pipeline.stages if self.pipeline else 1
         if plan is not None and already and sum(taken.values()) > 10 * plan * stages:
             if lost := [str(node) for node in self.trouble.down if node not in self.step_time_s]:
                 raise TrainingError(
-                    f"the model to take home has not changed for {sum(taken.values()) // stages:,} inner steps, and "
+                    f"the model to take home has not changed for {sum(taken.values()) // stages:,} "
+                    "inner steps, and "
                     f"{', '.join(lost)} is lost: it does not come back soon enough, or never"
                 )
             raise UserError(
-                f"the workers have taken {sum(taken.values()) // stages:,} inner steps since the model to take home last changed, "
+                f"the workers have taken {sum(taken.values()) // stages:,} inner steps since the "
+                "model to take home last changed, "
                 f"and the run is planned for {plan:,}: outer steps come too seldom; "
                 f"lower inner_steps or accumulate, or give it more steps"
             )
@@ -433,7 +520,9 @@ class Simulator:
             taken[event.worker] = already + event.steps
 
     def _trained(self, event: Finish, steps: int, loss: float) -> None:
-        self.recorder.trainings.append(Training(self.now, event.worker, steps, loss, event.progress))
+        self.recorder.trainings.append(
+            Training(self.now, event.worker, steps, loss, event.progress)
+        )
 
     # What contexts ask for
 
@@ -449,12 +538,16 @@ class Simulator:
             self.start_training(worker, seconds, answer, steps, progress)
 
     def about_to_train(self, worker: NodeId, seconds: float) -> float:
-        """Seconds of inner steps that take `seconds` where nothing slows them down. A restart may be from before them."""
+        """Seconds of inner steps that take `seconds` where nothing slows them down. A restart may
+        be from before them.
+        """
         if worker in self.trouble.saves:
             self.trouble.before[worker] = self.trainer.state_of(worker)
         return self.faults.compute_s(worker, self.now, seconds)
 
-    def start_training(self, worker: NodeId, seconds: float, answer: Promise, steps: int, progress: int) -> None:
+    def start_training(
+        self, worker: NodeId, seconds: float, answer: Promise, steps: int, progress: int
+    ) -> None:
         """A worker takes `steps` inner steps in `seconds`; it must not be computing already."""
         self._occupy(worker)
         if self.books:
@@ -465,11 +558,16 @@ class Simulator:
 
     def _occupy(self, worker: NodeId) -> None:
         if worker in self.training:
-            raise TrainingError(f"{worker} asked to train while it is training: a method's worker has one job at a time")
+            raise TrainingError(
+                f"{worker} asked to train while it is training: a method's worker has one job at a "
+                "time"
+            )
         self.training.add(worker)
 
     def _join(self, pipeline: Pipeline, worker: NodeId, call: Call) -> None:
-        """A node of a pipeline wants to train; the last of its team to do so starts their common inner steps."""
+        """A node of a pipeline wants to train; the last of its team to do so starts their common
+        inner steps.
+        """
         team = pipeline.team(worker)
         waiting = self.joining.setdefault(team, {})
         waiting[worker] = call
@@ -480,22 +578,35 @@ class Simulator:
         calls = [waiting[node] for node in nodes]
         steps = call.steps
         if any(other.steps != steps for other in calls):
-            asked = ", ".join(f"{node}: {other.steps}" for node, other in zip(nodes, calls, strict=True))
-            raise UserError(f"the nodes of a pipeline must take equally many inner steps (without dynamic_steps), not {asked}")
+            asked = ", ".join(
+                f"{node}: {other.steps}" for node, other in zip(nodes, calls, strict=True)
+            )
+            raise UserError(
+                "the nodes of a pipeline must take equally many inner steps (without "
+                f"dynamic_steps), not {asked}"
+            )
         end_s, tally = self._pipeline_end_s(pipeline, team, steps)
         self.push(float(end_s.max()), tally)
         thetas, progress = [other.theta for other in calls], [other.progress for other in calls]
         promises = self.trainer.train_stages(team, thetas, steps, progress, float(end_s.min()))
-        for node, other, answer, node_end_s in zip(nodes, calls, promises, end_s.flatten().tolist(), strict=True):
+        for node, other, answer, node_end_s in zip(
+            nodes, calls, promises, end_s.flatten().tolist(), strict=True
+        ):
             busy_s = steps * self.step_time_s[node] / pipeline.stages
             self.recorder.computes(node, self.now, node_end_s, busy_s)
             self.push(node_end_s, Finish(node, answer, steps, other.progress))
 
-    def _pipeline_end_s(self, pipeline: Pipeline, team: tuple[int, ...], steps: int) -> tuple[np.ndarray, Tally]:
-        """When the nodes of `team` have taken `steps` inner steps from now on, shape (stages, len(team)), and what they send."""
+    def _pipeline_end_s(
+        self, pipeline: Pipeline, team: tuple[int, ...], steps: int
+    ) -> tuple[np.ndarray, Tally]:
+        """When the nodes of `team` have taken `steps` inner steps from now on, shape (stages,
+        len(team)), and what they send.
+        """
         nodes = [[stage[q] for q in team] for stage in pipeline.nodes]
         parts = 3 * pipeline.micro_batches * pipeline.stages
-        forward_s = np.array([[self.step_time_s[node] / parts for node in stage] for stage in nodes])
+        forward_s = np.array(
+            [[self.step_time_s[node] / parts for node in stage] for stage in nodes]
+        )
         size_bytes, tally = self.profile.activation_bytes / pipeline.micro_batches, Tally()
 
         def message_s(size_bytes: float) -> Callable[[int, int, int, int], float]:
@@ -512,7 +623,9 @@ class Simulator:
         first = self.stage_steps.get(team, 0)
         self.stage_steps[team] = first + steps
         for step in range(first, first + steps):
-            routes = pipeline.routes(self.seed, step)[:, :, : len(team)]  # a team of one keeps to itself
+            routes = pipeline.routes(self.seed, step)[
+                :, :, : len(team)
+            ]  # a team of one keeps to itself
             end_s = step_end_s(routes, end_s, forward_s, message_s(size_bytes))
             if pipeline.clips:
                 end_s = norm_end_s(end_s, message_s(4))
@@ -520,7 +633,9 @@ class Simulator:
 
     def send(self, sender: NodeId, to: NodeId, message: Message) -> None:
         if to not in self.actors:
-            raise TrainingError(f"{sender} sent {type(message).__name__} to {to}, and there is no such node")
+            raise TrainingError(
+                f"{sender} sent {type(message).__name__} to {to}, and there is no such node"
+            )
         deliver = Deliver(to, message, sender)
         size_bytes = self._size_bytes(deliver)
         if (self.books or self.trouble.begun) and sender != to:
@@ -532,7 +647,12 @@ class Simulator:
         if self.network.topology.sharing == "fair" and sender.region != to.region:
             self._share(deliver, size_bytes)
         else:
-            self._arrive(deliver, self.now, self.now + self.network.message_s(sender, to, size_bytes), size_bytes)
+            self._arrive(
+                deliver,
+                self.now,
+                self.now + self.network.message_s(sender, to, size_bytes),
+                size_bytes,
+            )
 
     def _size_bytes(self, deliver: Deliver) -> float:
         return self.vector_bytes[deliver.sender] * _vectors(deliver.message)
@@ -549,26 +669,39 @@ class Simulator:
 
     def all_reduce(self, member: NodeId, group: Group, vector: Vector, round: int) -> None:
         reducing = self.trouble.reducing
-        # After a loss it may have been told of a later round while it waited: then its last call counts.
+        # After a loss it may have been told of a later round while it waited: then its last call
+        # counts.
         if member in reducing and not self.trouble.begun:
-            raise TrainingError(f"{member} called all_reduce while it waits in one: a member is in one all-reduce at a time")
+            raise TrainingError(
+                f"{member} called all_reduce while it waits in one: a member is in one all-reduce "
+                "at a time"
+            )
         reducing[member] = Contribution(group, vector, round)
         if len(reducing) >= len(group) - len(self.trouble.lost):  # else somebody has not called
             self._reduce_if_complete(member)
 
     def _reduce_if_complete(self, member: NodeId) -> None:
-        """Start the collective that `member` waits in, if all have called who are named by one of those that wait in it."""
+        """Start the collective that `member` waits in, if all have called who are named by one of
+        those that wait in it.
+        """
         reducing = self.trouble.reducing
         if member not in reducing:
             return
         group, number = reducing[member].group, reducing[member].round
-        if len(reducing) != len(group) or any(call.group is not group or call.round != number for call in reducing.values()):
+        if len(reducing) != len(group) or any(
+            call.group is not group or call.round != number for call in reducing.values()
+        ):
             named, seen = {member}, set[NodeId]()
             while named != seen:
                 seen = set(named)
                 for caller, call in reducing.items():
-                    if call.round == number and (caller in named or not named.isdisjoint(call.group)):
-                        named |= {caller, *(node for node in call.group if node not in self.trouble.lost)}
+                    if call.round == number and (
+                        caller in named or not named.isdisjoint(call.group)
+                    ):
+                        named |= {
+                            caller,
+                            *(node for node in call.group if node not in self.trouble.lost),
+                        }
             if any(node not in reducing or reducing[node].round != number for node in named):
                 return
             group = tuple(node for node in self.actors if node in named)
@@ -579,7 +712,11 @@ class Simulator:
 
     def _reduce(self, group: Group, vectors: list[Vector], round: int) -> None:
         refused = self._refused(group, vectors) if self.screening is not None else ()
-        accepted = [vector for node, vector in zip(group, vectors, strict=True) if node not in refused] if refused else vectors
+        accepted = (
+            [vector for node, vector in zip(group, vectors, strict=True) if node not in refused]
+            if refused
+            else vectors
+        )
         mean = outer.mean(accepted) if accepted else torch.zeros_like(vectors[0])
         reduced = Reduced(mean, group, round, refused)
         cost = self.network.all_reduce(group, self.vector_bytes[group[0]])
@@ -604,7 +741,9 @@ class Simulator:
         return Refused(update)
 
     def _refused(self, group: Group, vectors: list[Vector]) -> Group:
-        """Whose vectors a collective does without. All members see them all, so one of them judges for all."""
+        """Whose vectors a collective does without. All members see them all, so one of them judges
+        for all.
+        """
         screen, parameters, refused = self._screen(group[0]), self._parameters_of(group[0]), []
         for node, vector in zip(group, vectors, strict=True):
             if why := screen.refuses([vector], parameters):
@@ -623,11 +762,16 @@ class Simulator:
         return self.pipeline.parameters_of(node) if self.pipeline else self.parameters
 
     def _restart(self, worker: NodeId, error: str) -> None:
-        """A worker is lost and back at once, as it is, but its inner optimizer begins anew: what that keeps may not be finite."""
+        """A worker is lost and back at once, as it is, but its inner optimizer begins anew: what
+        that keeps may not be finite.
+        """
         count = self.not_finite[worker] = self.not_finite.get(worker, 0) + 1
         if self.strict or self.pipeline or count == NOT_FINITE:
             times = f", {count} times in a row" if count > 1 else ""
-            raise Diverged(f"{error}, after {self.now:.1f} s on the virtual clock{times}; try a lower learning rate")
+            raise Diverged(
+                f"{error}, after {self.now:.1f} s on the virtual clock{times}; try a lower "
+                "learning rate"
+            )
         self.recorder.restarts(worker, error, self.now)
         self.trainer.reset_optimizer(worker)
         self._stop(worker)
@@ -639,7 +783,9 @@ class Simulator:
     def _share(self, deliver: Deliver, size_bytes: float) -> None:
         direction = deliver.sender.region, deliver.to.region
         if direction not in self.shared:
-            self.shared[direction] = SharedLink(FairLink(self.network.link(*direction).bandwidth_bytes_per_s))
+            self.shared[direction] = SharedLink(
+                FairLink(self.network.link(*direction).bandwidth_bytes_per_s)
+            )
         shared = self.shared[direction]
         shared.link.advance(self.now)
         shared.link.remaining[self.sequence] = size_bytes
@@ -662,7 +808,12 @@ class Simulator:
                 break
         else:
             for arrived in (transfer, *transfer.followers):
-                self._arrive(arrived.deliver, arrived.start_s, self.now + arrived.latency_s, arrived.size_bytes)
+                self._arrive(
+                    arrived.deliver,
+                    arrived.start_s,
+                    self.now + arrived.latency_s,
+                    arrived.size_bytes,
+                )
         if shared.transfers:
             self._await_next_end(event.direction, shared)
 
@@ -673,7 +824,9 @@ class Simulator:
     # Faults
 
     def _plan(self) -> None:
-        """Put all that will go wrong on the heap, and tell the peers of those who are not there yet."""
+        """Put all that will go wrong on the heap, and tell the peers of those who are not there
+        yet.
+        """
         for node in self.trouble.down:
             self.push(0.0, Notice(node, 0.0))
         for time_s, strike in self.faults.strikes():
@@ -690,13 +843,19 @@ class Simulator:
                 trouble.saves[node] = self._saved(node)
             case Fail(node, leaves):
                 self._fail(node, leaves=leaves)
-            case Notice(node, since_s) if trouble.down.get(node) == since_s and node not in trouble.lost:
+            case Notice(node, since_s) if (
+                trouble.down.get(node) == since_s and node not in trouble.lost
+            ):
                 self._lose(node)
             case Return(node) if node in trouble.down and node not in trouble.left:
                 self._return(node)
             case Cut(link):
                 trouble.severed[link] = None
-                self._drop(lambda sender, to: link in ((sender.region, to.region), (to.region, sender.region)))
+                self._drop(
+                    lambda sender, to: (
+                        link in ((sender.region, to.region), (to.region, sender.region))
+                    )
+                )
                 for a, b in self._across(link):
                     self._handle(a, Lost(b, unreachable=True), a)
             case Mend(link):
@@ -705,10 +864,14 @@ class Simulator:
                     self._handle(a, Joined(b), a)
 
     def _saved(self, node: NodeId) -> Saved:
-        """A node's state as of now. Inner steps under way are no part of it: they will be lost with the node."""
+        """A node's state as of now. Inner steps under way are no part of it: they will be lost with
+        the node.
+        """
         worker = None
         if node in self.step_time_s:
-            worker = self.trouble.before[node] if node in self.training else self.trainer.state_of(node)
+            worker = (
+                self.trouble.before[node] if node in self.training else self.trainer.state_of(node)
+            )
         return Saved(copy.deepcopy(self.actors[node]), worker)
 
     def _fail(self, node: NodeId, *, leaves: bool) -> None:
@@ -736,7 +899,9 @@ class Simulator:
         self._recount()
 
     def _lose(self, node: NodeId) -> None:
-        """The others are told that a node is gone. A collective that waited for it goes on without it."""
+        """The others are told that a node is gone. A collective that waited for it goes on without
+        it.
+        """
         trouble = self.trouble
         trouble.lost[node] = None
         for member, call in trouble.reducing.items():
@@ -774,7 +939,12 @@ class Simulator:
     def _tell_peers_of(self, node: NodeId, message: Message) -> None:
         for actor in list(self.actors.values()):
             reachable = isinstance(message, Lost) or self._connected(actor.me, node)
-            if actor.me != node and actor.me not in self.trouble.down and reachable and node in actor.peers():
+            if (
+                actor.me != node
+                and actor.me not in self.trouble.down
+                and reachable
+                and node in actor.peers()
+            ):
                 self._handle(actor.me, message, actor.me)
 
     def _across(self, link: tuple[str, str]) -> list[tuple[NodeId, NodeId]]:
@@ -784,7 +954,9 @@ class Simulator:
             (actor.me, peer)
             for actor in self.actors.values()
             for peer in dict.fromkeys(actor.peers())
-            if {actor.me.region, peer.region} == {*link} and actor.me not in down and peer not in down
+            if {actor.me.region, peer.region} == {*link}
+            and actor.me not in down
+            and peer not in down
         ]
 
     def _connected(self, a: NodeId, b: NodeId) -> bool:
@@ -795,18 +967,24 @@ class Simulator:
         return a not in self.trouble.down and b not in self.trouble.down and self._connected(a, b)
 
     def _drop(self, lost: Callable[[NodeId, NodeId], bool], gone: NodeId | None = None) -> None:
-        """Take messages off the heap that are lost, by sender and receiver; and all that `gone` waited for."""
+        """Take messages off the heap that are lost, by sender and receiver; and all that `gone`
+        waited for.
+        """
         kept = []
         for item in self.heap:
             event = item[2]
             match event:
-                case Deliver(to=to, sender=sender, message=message) if to != sender and lost(sender, to):
+                case Deliver(to=to, sender=sender, message=message) if to != sender and lost(
+                    sender, to
+                ):
                     if self.books:
                         self.ledger.drops(sender, to, message, self._size_bytes(event))
                     continue
                 case Deliver(to=node) | Finish(worker=node) if node == gone:
                     continue
-                case Deliver(to=node, message=Reduced(group=group)) if gone in group and self.books:  # it begins again, without it
+                case Deliver(to=node, message=Reduced(group=group)) if (
+                    gone in group and self.books
+                ):  # it begins again, without it
                     call = self.trouble.reduced[node]
                     self.trouble.reducing[node] = Contribution(group, call.vector, call.round)
                     continue
@@ -816,9 +994,13 @@ class Simulator:
         for direction, shared in self.shared.items():
             shared.link.advance(self.now)
             for key, transfer in list(shared.transfers.items()):
-                if lost(transfer.deliver.sender, transfer.deliver.to):  # its bytes are counted when the last one has left
+                if lost(
+                    transfer.deliver.sender, transfer.deliver.to
+                ):  # its bytes are counted when the last one has left
                     for dropped in (transfer, *transfer.followers) if self.books else ():
-                        self.ledger.drops(dropped.deliver.sender, dropped.deliver.to, dropped.deliver.message, 0.0)
+                        self.ledger.drops(
+                            dropped.deliver.sender, dropped.deliver.to, dropped.deliver.message, 0.0
+                        )
                     del shared.transfers[key], shared.link.remaining[key]
             shared.version += 1
             if shared.transfers:
@@ -827,34 +1009,53 @@ class Simulator:
             del self.last_arrival_s[pair]
 
     def _disturbed(self, deliver: Deliver, start_s: float, end_s: float) -> float:
-        """When a message that would arrive at `end_s` does arrive. What is sent again or twice is counted at once."""
+        """When a message that would arrive at `end_s` does arrive. What is sent again or twice is
+        counted at once.
+        """
         sender, to = deliver.sender, deliver.to
         self.ledger.longest_message_s = max(self.ledger.longest_message_s, end_s - start_s)
-        end_s, copies = self.faults.arrival(self.trouble.rng, sender, to, start_s, end_s, end_s - start_s)
+        end_s, copies = self.faults.arrival(
+            self.trouble.rng, sender, to, start_s, end_s, end_s - start_s
+        )
         if copies > 1:
             self._count_lost(deliver, copies - 1)
         return end_s
 
     def _count_lost(self, deliver: Deliver, copies: int) -> None:
         size_bytes = copies * self._size_bytes(deliver)
-        self.recorder.counts(copies, size_bytes, size_bytes if deliver.sender.region != deliver.to.region else 0.0)
+        self.recorder.counts(
+            copies, size_bytes, size_bytes if deliver.sender.region != deliver.to.region else 0.0
+        )
         self.ledger.lost_bytes += size_bytes
 
     def _excused(self) -> set[NodeId]:
-        """Workers that may have to wait until a server of theirs is there again, or a link is up."""
+        """Workers that may have to wait until a server of theirs is there again, or a link is
+        up.
+        """
         return {
             node
             for node in self.step_time_s
             for peer in self.actors[node].peers()
-            if not self._connected(node, peer) or (peer not in self.step_time_s and peer in self.trouble.down)
+            if not self._connected(node, peer)
+            or (peer not in self.step_time_s and peer in self.trouble.down)
         }
 
     def _check_books(self) -> None:
-        in_flight = [event for _, _, event in self.heap if isinstance(event, Deliver) and event.sender != event.to]
-        self.ledger.bytes(self.recorder.sent_bytes, sum(self._size_bytes(deliver) for deliver in in_flight))
+        in_flight = [
+            event
+            for _, _, event in self.heap
+            if isinstance(event, Deliver) and event.sender != event.to
+        ]
+        self.ledger.bytes(
+            self.recorder.sent_bytes, sum(self._size_bytes(deliver) for deliver in in_flight)
+        )
         workers = [node for node in self.step_time_s if node not in self.trouble.down]
-        lag_s = self.faults.apart_s * max(self.step_time_s.values()) / min(self.step_time_s.values())
-        self.ledger.alive(workers, self._excused(), self.faults.quiet_since_s(self.now), self.now, lag_s)
+        lag_s = (
+            self.faults.apart_s * max(self.step_time_s.values()) / min(self.step_time_s.values())
+        )
+        self.ledger.alive(
+            workers, self._excused(), self.faults.quiet_since_s(self.now), self.now, lag_s
+        )
 
     # Evaluation
 
@@ -887,7 +1088,9 @@ class Simulator:
         )
         own: list[Promise] = []
         if len(parts) > 1 and self.parameters:
-            deviations = torch.stack([(part - model)[: self.parameters].square().mean() for part in parts])
+            deviations = torch.stack(
+                [(part - model)[: self.parameters].square().mean() for part in parts]
+            )
             evaluation.replica_std = float(deviations.mean().sqrt())
             own = [self.trainer.evaluate(part, self.now) for part in parts]
         recorder.evaluations.append(evaluation)
@@ -899,8 +1102,10 @@ class Simulator:
             value = loss.result()
             if value is not None and not math.isfinite(value):
                 raise Diverged(
-                    f"the validation loss is {value} at {evaluation.time_s:.1f} s on the virtual clock, after "
-                    f"{evaluation.inner_steps:,} inner steps; try a lower learning rate, inner or outer"
+                    f"the validation loss is {value} at {evaluation.time_s:.1f} s on the virtual "
+                    "clock, after "
+                    f"{evaluation.inner_steps:,} inner steps; try a lower learning rate, inner or "
+                    "outer"
                 )
             evaluation.loss = value
             if own:
@@ -910,7 +1115,10 @@ class Simulator:
     # Errors
 
     def _deadlock(self) -> str:
-        return f"deadlock at {self.now:.6g} s after {self.absorbed} inner steps: {_first(self._waits(), 8)}"
+        return (
+            f"deadlock at {self.now:.6g} s after {self.absorbed} inner steps: "
+            f"{_first(self._waits(), 8)}"
+        )
 
     def _waits(self) -> Iterator[str]:
         gathered = set()
@@ -922,7 +1130,12 @@ class Simulator:
         for node, call in reducing.items():
             gathered.add(node)
             missing = _first(
-                (str(other) for other in call.group if other not in reducing or reducing[other].round != call.round), 4
+                (
+                    str(other)
+                    for other in call.group
+                    if other not in reducing or reducing[other].round != call.round
+                ),
+                4,
             )
             yield f"{node} waits in an all-reduce of {len(call.group)} for {missing}"
         for actor in self.actors.values():
@@ -964,7 +1177,10 @@ class NodeContext:
     def gradient(self, theta: Vector, progress: int) -> None:
         simulator = self.simulator
         if simulator.pipeline:
-            raise UserError("pipeline: this method asks for single gradients, which a model in stages does not give")
+            raise UserError(
+                "pipeline: this method asks for single gradients, which a model in stages does not "
+                "give"
+            )
         seconds = simulator.step_time_s[self.me]
         if simulator.books:
             seconds = simulator.about_to_train(self.me, seconds)

@@ -1,7 +1,7 @@
 """What is trained: model, loss, data, inner optimizer and learning-rate schedule.
 
-What belongs here: the `Task` that everything else trains, and how the built-in tasks make one from their
-configuration. What does not: how inner steps are taken (`replica.py`), or by whom.
+What belongs here: the `Task` that everything else trains, and how the built-in tasks make one from
+their configuration. What does not: how inner steps are taken (`replica.py`), or by whom.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Batch = Any
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate over a run, as a factor of the optimizer's own: linear warm-up, then a cosine down to `final`.
+    """Learning rate over a run, as a factor of the optimizer's own: linear warm-up, then a cosine
+    down to `final`.
 
     Attributes:
         warmup: the part of the run that warms up (published: 300 of 6144 steps).
@@ -52,10 +53,11 @@ class Task:
     """Four callables, and what has to be known about them.
 
     Attributes:
-        model: makes the model. Called under a fixed seed, so that all workers start from the same weights.
+        model: makes the model. Called under a fixed seed, so that all workers start from the same
+            weights.
         loss: the mean loss of the model on a batch, a 0-d tensor.
-        batches: batch number `index` of a shard; must depend on nothing else. Validation batches are those of the shard whose
-            `split` is `valid`, from 0 to `valid_batches` − 1.
+        batches: batch number `index` of a shard; must depend on nothing else. Validation batches
+            are those of the shard whose `split` is `valid`, from 0 to `valid_batches` − 1.
         optimizer: makes the inner optimizer of a model.
         valid_batches: how many batches an evaluation sees.
         tokens_per_step: tokens (or samples) of one batch, for the records.
@@ -91,7 +93,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TaskConfig(BaseModel):
-    """Base of the tasks' configurations: unknown keys and wrong types are refused, nothing changes later."""
+    """Base of the tasks' configurations: unknown keys and wrong types are refused, nothing changes
+    later.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     name: str
@@ -108,27 +112,45 @@ class UserTask(TaskConfig):
 
 
 class GptTask(TaskConfig):
-    """What the built-in language tasks share: a small GPT, and AdamW as published (HALoS, arXiv 2506.04531) but for the sizes."""
+    """What the built-in language tasks share: a small GPT, and AdamW as published (HALoS, arXiv
+    2506.04531) but for the sizes.
+    """
 
     layers: int = Field(2, ge=1, description="blocks of the GPT")
     width: int = Field(32, ge=1, description="of the residual stream")
     heads: int = Field(2, ge=1, description="attention heads; they divide the width")
-    tied: bool = Field(True, description="one table embeds tokens and reads them out; false by default in a pipeline of stages")
+    tied: bool = Field(
+        True,
+        description="one table embeds tokens and reads them out; false by default in a pipeline of "
+        "stages",
+    )
     sequence: int = Field(64, ge=2, le=65_536, description="tokens per sequence")
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
     valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False, description="of AdamW")  # YAML has lists, not tuples
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.95), strict=False, description="of AdamW"
+    )  # YAML has lists, not tuples
     eps: float = Field(1e-8, gt=0, description="of AdamW")
     weight_decay: float = Field(0.1, ge=0, description="on matrices only")
-    gradient_clip: float | None = Field(1.0, gt=0, description="largest norm of a gradient; null: as it is")
+    gradient_clip: float | None = Field(
+        1.0, gt=0, description="largest norm of a gradient; null: as it is"
+    )
     warmup: float = Field(0.05, ge=0, le=1, description="part of the run that warms up")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast of the forward pass")
-    dirichlet: float | None = Field(None, gt=0, description="concentration of the mixture of classes that a region sees; null: iid")
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16: autocast of the forward pass"
+    )
+    dirichlet: float | None = Field(
+        None,
+        gt=0,
+        description="concentration of the mixture of classes that a region sees; null: iid",
+    )
 
 
 class StdlibTask(GptTask):
-    """The source of Python's own standard library, in bytes: on every machine, nothing to download."""
+    """The source of Python's own standard library, in bytes: on every machine, nothing to
+    download.
+    """
 
     name: Literal["stdlib"] = "stdlib"
 
@@ -138,7 +160,9 @@ class SyntheticTask(GptTask):
 
     name: Literal["synthetic"] = "synthetic"
     vocabulary: int = Field(64, ge=2, le=8192, description="tokens of all sources together")
-    sources: int = Field(4, ge=1, le=64, description="Markov chains, each with an alphabet of its own")
+    sources: int = Field(
+        4, ge=1, le=64, description="Markov chains, each with an alphabet of its own"
+    )
 
 
 class TextTask(GptTask):
@@ -148,7 +172,12 @@ class TextTask(GptTask):
     path: str = Field(description="a file or a folder")
 
 
-CONFIGS: dict[str, type[TaskConfig]] = {"none": NoTask, "stdlib": StdlibTask, "synthetic": SyntheticTask, "text": TextTask}
+CONFIGS: dict[str, type[TaskConfig]] = {
+    "none": NoTask,
+    "stdlib": StdlibTask,
+    "synthetic": SyntheticTask,
+    "text": TextTask,
+}
 
 
 def task_config(name: str) -> type[TaskConfig]:
@@ -161,7 +190,8 @@ def task_config(name: str) -> type[TaskConfig]:
         return UserTask
     if name not in CONFIGS:
         raise UserError(
-            f"task = {name!r}: allowed are {', '.join(CONFIGS)} and your own 'file.py:function'{nearest(name, CONFIGS)}"
+            f"task = {name!r}: allowed are {', '.join(CONFIGS)} and your own "
+            f"'file.py:function'{nearest(name, CONFIGS)}"
         )
     return CONFIGS[name]
 
@@ -178,7 +208,9 @@ def make_task(config: TaskConfig) -> Task:
         case SyntheticTask():
             return _gpt_task(config, _markov(config.vocabulary, config.sources), "token")
         case TextTask():
-            return _gpt_task(config, data.folder_corpus(Path(config.path), config.sequence + 1), "byte")
+            return _gpt_task(
+                config, data.folder_corpus(Path(config.path), config.sequence + 1), "byte"
+            )
         case UserTask():
             return _user_task(config.name)
         case _:
@@ -192,14 +224,22 @@ _markov = cache(data.markov_corpus)
 
 def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
     if config.width % config.heads:
-        raise UserError(f"task.width = {config.width}: must be divisible by task.heads = {config.heads}")
+        raise UserError(
+            f"task.width = {config.width}: must be divisible by task.heads = {config.heads}"
+        )
 
     if config.dirichlet is not None:
-        data.region_weights(corpus, Shard(0, 1, 0, 1, seed=0), config.dirichlet)  # refuses a corpus whose regions cannot differ
+        data.region_weights(
+            corpus, Shard(0, 1, 0, 1, seed=0), config.dirichlet
+        )  # refuses a corpus whose regions cannot differ
 
     @cache
     def weights(shard: Shard) -> Any:
-        return None if config.dirichlet is None else data.region_weights(corpus, shard, config.dirichlet)
+        return (
+            None
+            if config.dirichlet is None
+            else data.region_weights(corpus, shard, config.dirichlet)
+        )
 
     valid_size = min(config.valid_sequences, 32)
 
@@ -219,31 +259,40 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
         )
 
     size = sum(parameter.numel() for parameter in model().parameters())
-    regions = "iid" if config.dirichlet is None else f"regions differ (Dirichlet {config.dirichlet})"
+    regions = (
+        "iid" if config.dirichlet is None else f"regions differ (Dirichlet {config.dirichlet})"
+    )
     return Task(
         model=model,
         loss=next_token_loss,
         batches=batches,
-        optimizer=lambda module: adamw(module, config.lr, config.betas, config.eps, config.weight_decay),
+        optimizer=lambda module: adamw(
+            module, config.lr, config.betas, config.eps, config.weight_decay
+        ),
         valid_batches=math.ceil(config.valid_sequences / valid_size),
         tokens_per_step=config.batch_size * config.sequence,
         gradient_clip=config.gradient_clip,
         schedule=Schedule(warmup=config.warmup),
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
-        description=f"a GPT of {config.layers} x {config.width} ({size:,} parameters) on {corpus.description}, {regions}",
+        description=f"a GPT of {config.layers} x {config.width} ({size:,} parameters) on "
+        f"{corpus.description}, {regions}",
         loss_name=f"validation loss (nats per {unit})",
         entropy_rate=corpus.entropy_rate,
     )
 
 
-def adamw(module: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> torch.optim.AdamW:
+def adamw(
+    module: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
     """AdamW that decays matrices and neither biases nor the gains of norms."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
+    )
 
 
 def _user_task(name: str) -> Task:
@@ -251,11 +300,19 @@ def _user_task(name: str) -> Task:
     module = import_file(Path(file), f"task.name = {name!r}")
     make = getattr(module, function, None)
     if not callable(make):
-        raise UserError(f"task.name = {name!r}: {file!r} has no function {function!r}{nearest(function, vars(module))}")
+        raise UserError(
+            f"task.name = {name!r}: {file!r} has no function "
+            f"{function!r}{nearest(function, vars(module))}"
+        )
     try:
         task = make()
     except Exception as error:
-        raise UserError(f"task.name = {name!r}: {function}() failed at {whereabouts(error)}") from error
+        raise UserError(
+            f"task.name = {name!r}: {function}() failed at {whereabouts(error)}"
+        ) from error
     if not isinstance(task, Task):
-        raise UserError(f"task.name = {name!r}: {function}() returned {type(task).__name__}, not an archipel.Task")
+        raise UserError(
+            f"task.name = {name!r}: {function}() returned {type(task).__name__}, not an "
+            "archipel.Task"
+        )
     return task

@@ -1,7 +1,9 @@
-"""The figures of `docs/theory.md`, drawn from `theory.py`. Closed forms and fixed points; nothing is trained and nothing is random.
+"""The figures of `docs/theory.md`, drawn from `theory.py`. Closed forms and fixed points; nothing
+is trained and nothing is random.
 
-What belongs here: one function a figure, each from a `Setting`, and `write`, which makes files of them. What does not: any formula.
-A figure takes from its setting what it does not vary itself: β, m, N, n and ωλ, as its title says.
+What belongs here: one function a figure, each from a `Setting`, and `write`, which makes files of
+them. What does not: any formula. A figure takes from its setting what it does not vary itself: β,
+m, N, n and ωλ, as its title says.
 """
 
 from __future__ import annotations
@@ -18,8 +20,14 @@ from matplotlib.ticker import FuncFormatter
 from archipel import theory
 from archipel.theory import Setting
 
-_STYLE: dict[Any, Any] = {"axes.spines.right": False, "axes.spines.top": False, "legend.frameon": False}
-_STYLE["axes.prop_cycle"] = "cycler(color=['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#444444'])"
+_STYLE: dict[Any, Any] = {
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "legend.frameon": False,
+}
+_STYLE["axes.prop_cycle"] = (
+    "cycler(color=['#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#444444'])"
+)
 ALPHAS = (0.3, 0.5, 0.7, 0.9)
 PUBLISHED = (0.5, 0.7)
 """(α, γ) of NoLoCo: α as printed (arXiv 2506.10911), γ from its code."""
@@ -28,7 +36,9 @@ HIGH_MOMENTUM = (0.9, 0.7)
 
 
 def window(setting: Setting) -> Figure:
-    """γ_max of a flat direction over α, for several N and n; below each line is stable. Reads α and γ, as a point."""
+    """γ_max of a flat direction over α, for several N and n; below each line is stable. Reads α and
+    γ, as a point.
+    """
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     axes = figure.subplots()
     alphas = np.linspace(0, 0.99, 100)
@@ -36,12 +46,28 @@ def window(setting: Setting) -> Figure:
     for size, workers in crowds:
         label = f"groups of {size}, N → ∞" if workers is None else f"pairs, N = {workers}"
         highs = [theory.gamma_max_limit(float(alpha), size, workers) for alpha in alphas]
-        axes.plot(alphas, highs, "-" if workers is None else "--", label=label.replace("groups of 2", "pairs"))
-    points = {PUBLISHED: ("o", "published: α = 0.5, γ = 0.7"), HIGH_MOMENTUM: ("X", "α = 0.9, γ = 0.7")}
-    points.setdefault((setting.alpha, setting.gamma), ("D", f"asked: α = {setting.alpha:g}, γ = {setting.gamma:g}"))
+        axes.plot(
+            alphas,
+            highs,
+            "-" if workers is None else "--",
+            label=label.replace("groups of 2", "pairs"),
+        )
+    points = {
+        PUBLISHED: ("o", "published: α = 0.5, γ = 0.7"),
+        HIGH_MOMENTUM: ("X", "α = 0.9, γ = 0.7"),
+    }
+    points.setdefault(
+        (setting.alpha, setting.gamma),
+        ("D", f"asked: α = {setting.alpha:g}, γ = {setting.gamma:g}"),
+    )
     for (alpha, gamma), (marker, label) in points.items():
         axes.plot(alpha, gamma, marker, color="black", markersize=8, label=label)
-    axes.set(xlabel="outer momentum α", ylabel="averaging strength γ", xlim=(0, 1), ylim=(0, max(2.6, 1.05 * setting.gamma)))
+    axes.set(
+        xlabel="outer momentum α",
+        ylabel="averaging strength γ",
+        xlim=(0, 1),
+        ylim=(0, max(2.6, 1.05 * setting.gamma)),
+    )
     axes.set_title("Replicas stay together below the line (flat direction)")
     axes.legend(loc="lower left", fontsize=9)
     return figure
@@ -59,76 +85,152 @@ def ellipse(setting: Setting) -> Figure:
         inside = ~np.isnan(edges[:, 0])
         low, high, pulls = edges[inside, 0], edges[inside, 1], pulls[inside]
         axes.fill_betweenx(pulls, low, high, color=color, alpha=0.2)
-        axes.plot(np.append(low, high[::-1]), np.append(pulls, pulls[::-1]), color=color, label=f"α = {alpha}: stable inside")
-    axes.axhline(setting.beta, color="#444444", linestyle="--", label=f"k = β = {setting.beta:g}, the strongest pull")
-    axes.plot([setting.gamma] * 2, [0, setting.beta], color="black", linewidth=3, label=f"γ = {setting.gamma:g}, every curvature")
-    axes.set(xlabel="averaging strength γ", ylabel="pull of the curvature k = −βD", xlim=(0, None), ylim=(0, None))
+        axes.plot(
+            np.append(low, high[::-1]),
+            np.append(pulls, pulls[::-1]),
+            color=color,
+            label=f"α = {alpha}: stable inside",
+        )
+    axes.axhline(
+        setting.beta,
+        color="#444444",
+        linestyle="--",
+        label=f"k = β = {setting.beta:g}, the strongest pull",
+    )
+    axes.plot(
+        [setting.gamma] * 2,
+        [0, setting.beta],
+        color="black",
+        linewidth=3,
+        label=f"γ = {setting.gamma:g}, every curvature",
+    )
+    axes.set(
+        xlabel="averaging strength γ",
+        ylabel="pull of the curvature k = −βD",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
     axes.set_title(f"Stable pulls of a difference between replicas ({_crowd(setting)})")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     return figure
 
 
 def factor_and_spread(setting: Setting) -> Figure:
-    """The spread's factor in one outer step, and its stationary value, over γ in a flat direction. Reads β, N and n."""
+    """The spread's factor in one outer step, and its stationary value, over γ in a flat direction.
+    Reads β, N and n.
+    """
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     factors, spreads = figure.subplots(1, 2)
     for alpha in ALPHAS:
         flat = replace(setting, alpha=alpha, curvature_rate=0.0)
         _, high = theory.gamma_window(flat)
         gammas = np.linspace(0, 2, 201)
-        factors.plot(gammas, [theory.spread_radius(replace(flat, gamma=float(g))) for g in gammas], label=f"α = {alpha}")
+        factors.plot(
+            gammas,
+            [theory.spread_radius(replace(flat, gamma=float(g))) for g in gammas],
+            label=f"α = {alpha}",
+        )
         best = replace(flat, gamma=theory.gamma_best(flat))
-        factors.plot(best.gamma, theory.spread_radius(best), "o", color=factors.lines[-1].get_color())
+        factors.plot(
+            best.gamma, theory.spread_radius(best), "o", color=factors.lines[-1].get_color()
+        )
         # The flat limit of V/s²: the law's constant is V/(ωλ)² where s² = m(ωλσ)².
         stable = np.linspace(0, high, 502)[1:-1]
         values = [_spread_over_noise(replace(flat, gamma=float(g))) for g in stable]
         quiet = replace(flat, gamma=theory.gamma_quietest(flat))
         spreads.semilogy(stable, values, label=f"α = {alpha}")
-        spreads.semilogy(quiet.gamma, _spread_over_noise(quiet), "o", color=spreads.lines[-1].get_color())
+        spreads.semilogy(
+            quiet.gamma, _spread_over_noise(quiet), "o", color=spreads.lines[-1].get_color()
+        )
     factors.axhline(1, color="#444444", linestyle="--", linewidth=1)
-    factors.set(title="Factor of the variance in one outer step (dots: least)", ylabel="spectral radius", ylim=(0.5, 1.3))
-    spreads.set(title="Stationary variance between replicas (dots: least)", ylabel="V ÷ s², noise of a round", ylim=(0.5, 100))
+    factors.set(
+        title="Factor of the variance in one outer step (dots: least)",
+        ylabel="spectral radius",
+        ylim=(0.5, 1.3),
+    )
+    spreads.set(
+        title="Stationary variance between replicas (dots: least)",
+        ylabel="V ÷ s², noise of a round",
+        ylim=(0.5, 100),
+    )
     for axes in (factors, spreads):
-        axes.set(xlabel=f"averaging strength γ ({_crowd(setting)}, flat direction, β = {setting.beta:g})", xlim=(0, 2))
+        axes.set(
+            xlabel=f"averaging strength γ ({_crowd(setting)}, flat direction, β = "
+            f"{setting.beta:g})",
+            xlim=(0, 2),
+        )
         axes.legend(loc="lower right", fontsize=9)
     return figure
 
 
 def omega_squared(setting: Setting) -> Figure:
-    """The replicas' stationary standard deviation over ωλ, exact and by the law, for m = 10, 50, 100. Reads α, β, γ, N and n."""
+    """The replicas' stationary standard deviation over ωλ, exact and by the law, for m = 10, 50,
+    100. Reads α, β, γ, N and n.
+    """
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     axes = figure.subplots()
     rates = np.geomspace(1e-6, 1, 121)
     for steps in (10, 50, 100):
         one = replace(setting, inner_steps=steps, sigma=1.0)
         law = theory.omega_squared_law(one)
-        stable = [s for s in (replace(one, curvature_rate=float(r)) for r in rates) if _is_stable(s)]
+        stable = [
+            s for s in (replace(one, curvature_rate=float(r)) for r in rates) if _is_stable(s)
+        ]
         seen = [s.curvature_rate for s in stable]
         exact = [float(theory.stationary_spread(s)[0, 0]) ** 0.5 for s in stable]
         (line,) = axes.loglog(seen, exact, label=f"m = {steps}")
         axes.loglog(rates, law.constant**0.5 * rates, ":", color=line.get_color())
-        axes.loglog(law.valid_below, law.constant**0.5 * law.valid_below, "|", color=line.get_color(), markersize=14)
+        axes.loglog(
+            law.valid_below,
+            law.constant**0.5 * law.valid_below,
+            "|",
+            color=line.get_color(),
+            markersize=14,
+        )
     axes.plot([], [], ":", color="#444444", label="law: proportional to ω")
     axes.plot([], [], "|", color="#444444", markersize=10, label="law 5 % too high")
-    axes.set(xlabel="inner learning rate × curvature ωλ", ylabel="standard deviation between replicas √V ÷ σ", ylim=(1e-6, 3))
-    axes.set_title(f"α = {setting.alpha:g}, β = {setting.beta:g}, γ = {setting.gamma:g}, {_crowd(setting)}")
+    axes.set(
+        xlabel="inner learning rate × curvature ωλ",
+        ylabel="standard deviation between replicas √V ÷ σ",
+        ylim=(1e-6, 3),
+    )
+    axes.set_title(
+        f"α = {setting.alpha:g}, β = {setting.beta:g}, γ = {setting.gamma:g}, {_crowd(setting)}"
+    )
     axes.legend(loc="upper left", fontsize=9)
     return figure
 
 
 def conjecture(setting: Setting) -> Figure:
-    """Deviation from the mean of a group over N: exact, for independent replicas, and by the conjecture, for n = 2, 3, 4.
+    """Deviation from the mean of a group over N: exact, for independent replicas, and by the
+    conjecture, for n = 2, 3, 4.
 
-    Reads α, β, γ, m and ωλ; where ωλ is 0 it is taken as 0.001, because a flat direction has no variance to compare.
+    Reads α, β, γ, m and ωλ; where ωλ is 0 it is taken as 0.001, because a flat direction has no
+    variance to compare.
     """
     rate = setting.curvature_rate or 0.001
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     for size, axes in zip((2, 3, 4), figure.subplots(1, 3, sharey=True), strict=True):
         crowds = [size * 2**k for k in range(1, 11)]
-        many = theory.group_deviation(replace(setting, curvature_rate=rate, workers=None, group_size=size)).exact
-        found = [theory.group_deviation(replace(setting, curvature_rate=rate, workers=n, group_size=size)) for n in crowds]
-        axes.loglog(crowds, [d.conjectured / many for d in found], "s-", label="conjectured", markersize=5)
-        axes.loglog(crowds, [d.independent / many for d in found], "o-", label="if independent", markersize=3)
+        many = theory.group_deviation(
+            replace(setting, curvature_rate=rate, workers=None, group_size=size)
+        ).exact
+        found = [
+            theory.group_deviation(
+                replace(setting, curvature_rate=rate, workers=n, group_size=size)
+            )
+            for n in crowds
+        ]
+        axes.loglog(
+            crowds, [d.conjectured / many for d in found], "s-", label="conjectured", markersize=5
+        )
+        axes.loglog(
+            crowds,
+            [d.independent / many for d in found],
+            "o-",
+            label="if independent",
+            markersize=3,
+        )
         axes.loglog(crowds, [d.exact / many for d in found], ".-", label="exact")
         axes.set(title=f"groups of {size}", xlabel="workers N")
         axes.set_xscale("log", base=2)
@@ -138,7 +240,10 @@ def conjecture(setting: Setting) -> Figure:
         axes.minorticks_off()
     figure.axes[0].set_ylabel("E(φ − mean of group)² ÷ exact at N → ∞")
     figure.axes[0].legend(fontsize=9)
-    figure.suptitle(f"α = {setting.alpha:g}, β = {setting.beta:g}, γ = {setting.gamma:g}, m = {setting.inner_steps}, ωλ = {rate:g}")
+    figure.suptitle(
+        f"α = {setting.alpha:g}, β = {setting.beta:g}, γ = {setting.gamma:g}, m = "
+        f"{setting.inner_steps}, ωλ = {rate:g}"
+    )
     return figure
 
 
@@ -152,7 +257,9 @@ FIGURES = {
 
 
 def write(setting: Setting, out: Path) -> tuple[list[Path], dict[str, str]]:
-    """Write the figures into the folder `out`: the paths, and for each file that there is none of, why (no stationary spread)."""
+    """Write the figures into the folder `out`: the paths, and for each file that there is none of,
+    why (no stationary spread).
+    """
     out.mkdir(parents=True, exist_ok=True)
     paths, left_out = [], {}
     with matplotlib.rc_context(_STYLE):

@@ -1,7 +1,7 @@
 """Where the workers are, how fast they are, and the links between them.
 
-What belongs here: the description of a network (regions, nodes, links), named presets, and profiles of a training
-job's size. What does not: how long anything takes on it, see `network.py`.
+What belongs here: the description of a network (regions, nodes, links), named presets, and profiles
+of a training job's size. What does not: how long anything takes on it, see `network.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Strict(BaseModel):
 
 
 class Link(Strict):
-    """A link and what it does to one message: `latency + bytes / bandwidth`, the same in both directions.
+    """A link and what it does to one message: `latency + bytes / bandwidth`, the same in both
+    directions.
 
-    `jitter` is the standard deviation of the natural logarithm of the latency, drawn anew for each message, so that
-    `latency_ms` is its median; 0 makes every message alike.
+    `jitter` is the standard deviation of the natural logarithm of the latency, drawn anew for each
+    message, so that `latency_ms` is its median; 0 makes every message alike.
     """
 
     bandwidth_gbit_s: float = Field(gt=0, description="Gbit/s in each direction")
@@ -56,12 +57,15 @@ class Topology(Strict):
     """Regions of workers, and the links inside and between them.
 
     Attributes:
-        regions: the relative speeds of each region's workers. The fastest worker of all takes the profile's step time.
-        local: the link between any two nodes of one region. A region's network is switched: its transfers never share it.
+        regions: the relative speeds of each region's workers. The fastest worker of all takes the
+            profile's step time.
+        local: the link between any two nodes of one region. A region's network is switched: its
+            transfers never share it.
         links: the links between regions.
         default: the link between regions that `links` does not name; null: there is none.
-        sharing: `none`: every transfer has the link to itself (the published simulators' rule); `fair`: the transfers in one
-            direction of a link between regions share its bandwidth equally.
+        sharing: `none`: every transfer has the link to itself (the published simulators' rule);
+            `fair`: the transfers in one direction of a link between regions share its bandwidth
+            equally.
         collective: how an all-reduce goes: `ring` or `tree`.
     """
 
@@ -80,7 +84,9 @@ class Topology(Strict):
             if not re.fullmatch(r"[\w.-]+", name):
                 raise ValueError(f"region name {name!r}: use letters, digits, '.', '_' and '-'")
         if not any(regions.values()):
-            raise ValueError("there are no workers: give at least one region a list of speeds such as [1.0, 0.5]")
+            raise ValueError(
+                "there are no workers: give at least one region a list of speeds such as [1.0, 0.5]"
+            )
         return regions
 
     @model_validator(mode="after")
@@ -89,10 +95,15 @@ class Topology(Strict):
         for link in self.links:
             for name in link.between:
                 if name not in self.regions:
-                    raise ValueError(f"link between {link.between}: unknown region {name!r}{nearest(name, self.regions)}")
+                    raise ValueError(
+                        f"link between {link.between}: unknown region "
+                        f"{name!r}{nearest(name, self.regions)}"
+                    )
             pair = frozenset(link.between)
             if len(pair) == 1:
-                raise ValueError(f"link between {link.between}: a region's own link is set under `local`")
+                raise ValueError(
+                    f"link between {link.between}: a region's own link is set under `local`"
+                )
             if pair in seen:
                 raise ValueError(f"link between {link.between} is given twice")
             seen.add(pair)
@@ -102,7 +113,9 @@ class Topology(Strict):
     def workers(self) -> tuple[Worker, ...]:
         """All workers in rank order: region by region, `w0`, `w1`, … in each."""
         return tuple(
-            Worker(NodeId(region, f"w{i}"), speed) for region, speeds in self.regions.items() for i, speed in enumerate(speeds)
+            Worker(NodeId(region, f"w{i}"), speed)
+            for region, speeds in self.regions.items()
+            for i, speed in enumerate(speeds)
         )
 
     @cached_property
@@ -114,7 +127,9 @@ class Topology(Strict):
         return self.local if a == b else self._by_pair.get((a, b), self.default)
 
     def check_reachable(self, pairs: Iterable[tuple[NodeId, NodeId]]) -> None:
-        """Raise a `UserError` that names the first pair of nodes without a link between their regions."""
+        """Raise a `UserError` that names the first pair of nodes without a link between their
+        regions.
+        """
         connected: set[tuple[str, str]] = set()
         for a, b in pairs:
             if (a.region, b.region) in connected:
@@ -122,18 +137,22 @@ class Topology(Strict):
             connected.add((a.region, b.region))
             if self.link(a.region, b.region) is None:
                 raise UserError(
-                    f"topology {self.name!r}: {a} cannot reach {b}: there is no link between regions "
-                    f"{a.region!r} and {b.region!r}; add one under `links`, or give a `default` link"
+                    f"topology {self.name!r}: {a} cannot reach {b}: there is no link between "
+                    "regions "
+                    f"{a.region!r} and {b.region!r}; add one under `links`, or give a `default` "
+                    "link"
                 )
 
 
 class Profile(Strict):
-    """The size of a training job: what a message that carries the model weighs, and how long a step takes.
+    """The size of a training job: what a message that carries the model weighs, and how long a step
+    takes.
 
     Attributes:
         model_bytes: bytes of one vector of weights on the wire.
         step_time_s: seconds of one inner step on the fastest worker.
-        activation_bytes: bytes that the batch of one inner step sends over a boundary between stages, and back as their gradient.
+        activation_bytes: bytes that the batch of one inner step sends over a boundary between
+            stages, and back as their gradient.
     """
 
     name: str = "custom"
@@ -143,10 +162,14 @@ class Profile(Strict):
 
 
 PROFILES = {
-    # Pythia-70M in fp32, 64 sequences of 2048 tokens a step on one H100 (HALoS, arXiv 2506.04531). Nobody published it in
-    # stages: its activations would be 64 · 2048 · 512 numbers, here taken as bf16.
+    # Pythia-70M in fp32, 64 sequences of 2048 tokens a step on one H100 (HALoS, arXiv 2506.04531).
+    # Nobody published it in stages: its activations would be 64 · 2048 · 512 numbers, here taken as
+    # bf16.
     "pythia-70m-h100": Profile(
-        name="pythia-70m-h100", model_bytes=281_706_496, step_time_s=0.238391, activation_bytes=64 * 2048 * 512 * 2
+        name="pythia-70m-h100",
+        model_bytes=281_706_496,
+        step_time_s=0.238391,
+        activation_bytes=64 * 2048 * 512 * 2,
     ),
 }
 MEASURED = "measured"
@@ -159,23 +182,40 @@ HALOS_SPEEDS = (
     (0.852, 0.132, 0.896, 0.107),
     (0.827, 0.515, 0.527, 0.788),
 )
-HALOS_GBIT_S = {(0, 1): 0.537, (0, 2): 0.935, (0, 3): 0.202, (1, 2): 0.386, (1, 3): 0.117, (2, 3): 0.127}
+HALOS_GBIT_S = {
+    (0, 1): 0.537,
+    (0, 2): 0.935,
+    (0, 3): 0.202,
+    (1, 2): 0.386,
+    (1, 3): 0.117,
+    (2, 3): 0.127,
+}
 
 
 def _halos(name: str, *, factor: float = 1.0, counts: tuple[int, ...] = (4, 4, 4, 4)) -> Topology:
-    """The network of HALoS' comparison (arXiv 2506.04531); its 16 workers dealt out by `counts`, region by region."""
+    """The network of HALoS' comparison (arXiv 2506.04531); its 16 workers dealt out by `counts`,
+    region by region.
+    """
     speeds = [speed for region in HALOS_SPEEDS for speed in region]
     regions = {}
     for i, count in enumerate(counts):
         regions[f"r{i}"], speeds = speeds[:count], speeds[count:]
-    links = [RegionLink(between=(f"r{a}", f"r{b}"), bandwidth_gbit_s=gbit_s * factor) for (a, b), gbit_s in HALOS_GBIT_S.items()]
+    links = [
+        RegionLink(between=(f"r{a}", f"r{b}"), bandwidth_gbit_s=gbit_s * factor)
+        for (a, b), gbit_s in HALOS_GBIT_S.items()
+    ]
     return Topology(name=name, regions=regions, local=Link(bandwidth_gbit_s=100), links=links)
 
 
 def _two_regions() -> Topology:
     link = RegionLink(between=("east", "west"), bandwidth_gbit_s=1.0, latency_ms=35)
     regions = {"east": [1.0] * 4, "west": [1.0] * 4}
-    return Topology(name="two-regions", regions=regions, local=Link(bandwidth_gbit_s=100, latency_ms=0.1), links=[link])
+    return Topology(
+        name="two-regions",
+        regions=regions,
+        local=Link(bandwidth_gbit_s=100, latency_ms=0.1),
+        links=[link],
+    )
 
 
 def _internet(nodes: int) -> Topology:
@@ -210,7 +250,10 @@ def load_topology(spec: str) -> Topology:
     path = Path(spec)
     if path.suffix not in (".yaml", ".yml") and not os.path.isfile(spec):
         known = [*PRESETS, "internet-N"]
-        raise UserError(f"topology {spec!r} is neither a preset ({', '.join(known)}) nor a YAML file{nearest(spec, known)}")
+        raise UserError(
+            f"topology {spec!r} is neither a preset ({', '.join(known)}) nor a YAML "
+            f"file{nearest(spec, known)}"
+        )
     return parse_topology({"name": path.stem, **read_mapping(path, "topology file")})
 
 

@@ -1,10 +1,12 @@
 """A model's weights as one vector.
 
-What belongs here: the map between a `torch.nn.Module` and one flat fp32 tensor, and arithmetic that has to know
-where the parameters in it end. What does not: optimizers, messages, anything about a particular model.
+What belongs here: the map between a `torch.nn.Module` and one flat fp32 tensor, and arithmetic that
+has to know where the parameters in it end. What does not: optimizers, messages, anything about a
+particular model.
 
-A vector holds the trainable parameters first, each once however often it is tied, then the floating-point buffers
-(BatchNorm's running statistics). Buffers are averaged and never given momentum. Integer buffers travel beside the vector.
+A vector holds the trainable parameters first, each once however often it is tied, then the
+floating-point buffers (BatchNorm's running statistics). Buffers are averaged and never given
+momentum. Integer buffers travel beside the vector.
 """
 
 from __future__ import annotations
@@ -57,12 +59,15 @@ class Layout:
         """The layout of `module`.
 
         Raises:
-            ValueError: two parameters are not the same object but share memory, so that a vector would untie them; or a
-                parameter is complex.
+            ValueError: two parameters are not the same object but share memory, so that a vector
+                would untie them; or a parameter is complex.
         """
         for name, parameter in parameters(module).items():
             if not parameter.is_floating_point():
-                raise ValueError(f"parameter {name!r} is {parameter.dtype}; only floating-point parameters can be trained here")
+                raise ValueError(
+                    f"parameter {name!r} is {parameter.dtype}; only floating-point parameters can "
+                    "be trained here"
+                )
         _check_apart({_name(name): parameter for name, parameter in module.named_parameters()})
         tensors: dict[str, Tensor] = {**parameters(module), **float_buffers(module)}
         slots, start = [], 0
@@ -86,7 +91,10 @@ class Layout:
             ValueError: the vector has another length.
         """
         if vector.shape != (self.numel,):
-            raise ValueError(f"the vector has shape {tuple(vector.shape)}, this model's weights need ({self.numel},)")
+            raise ValueError(
+                f"the vector has shape {tuple(vector.shape)}, this model's weights need "
+                f"({self.numel},)"
+            )
         with torch.no_grad():
             for slot, tensor in zip(self.slots, self._tensors(module), strict=True):
                 tensor.copy_(slot.view(vector))
@@ -102,21 +110,29 @@ class Layout:
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by name, tied ones once, frozen ones left out."""
-    return {_name(name): tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+    return {
+        _name(name): tensor for name, tensor in module.named_parameters() if tensor.requires_grad
+    }
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Floating-point buffers by name, those that `state_dict` leaves out (masks, rotary tables) left out."""
+    """Floating-point buffers by name, those that `state_dict` leaves out (masks, rotary tables)
+    left out.
+    """
     return {_name(name): tensor for name, tensor in _buffers(module) if tensor.is_floating_point()}
 
 
 def integer_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Integer and boolean buffers by name."""
-    return {_name(name): tensor for name, tensor in _buffers(module) if not tensor.is_floating_point()}
+    return {
+        _name(name): tensor for name, tensor in _buffers(module) if not tensor.is_floating_point()
+    }
 
 
 def buffer_places(module: nn.Module, *, floating: bool) -> list[tuple[nn.Module, str]]:
-    """Owner and name of each floating-point buffer, or of each other one; in the order of `float_buffers`, `integer_buffers`."""
+    """Owner and name of each floating-point buffer, or of each other one; in the order of
+    `float_buffers`, `integer_buffers`.
+    """
     places = []
     for path, tensor in _buffers(module):
         if tensor.is_floating_point() == floating:
@@ -126,7 +142,9 @@ def buffer_places(module: nn.Module, *, floating: bool) -> list[tuple[nn.Module,
 
 
 def largest(buffers: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Of each buffer the largest values that any worker has, for a model to take home; not every worker has every buffer."""
+    """Of each buffer the largest values that any worker has, for a model to take home; not every
+    worker has every buffer.
+    """
     found: dict[str, Tensor] = {}
     for one in buffers:
         for name, tensor in one.items():
@@ -137,9 +155,9 @@ def largest(buffers: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def outer_gradient(start: Tensor, end: Tensor, parameters: int) -> Tensor:
     """What a stretch of training from `start` to `end` says to an outer optimizer, shape (numel,).
 
-    The first `parameters` entries are `start − end`, the sign of a gradient. Buffers are not differences: they
-    carry their new value `end`, so that whoever receives them can average and never extrapolate (an extrapolated running
-    variance can turn negative).
+    The first `parameters` entries are `start − end`, the sign of a gradient. Buffers are not
+    differences: they carry their new value `end`, so that whoever receives them can average and
+    never extrapolate (an extrapolated running variance can turn negative).
     """
     delta = start - end
     if parameters < len(delta):
@@ -149,11 +167,15 @@ def outer_gradient(start: Tensor, end: Tensor, parameters: int) -> Tensor:
 
 def _check_apart(tensors: Mapping[str, Tensor]) -> None:
     """Raise a ValueError if two of `tensors` share memory."""
-    # From the first byte of each to the byte behind its last one; in this order only neighbours can overlap first.
+    # From the first byte of each to the byte behind its last one; in this order only neighbours can
+    # overlap first.
     extents = []
     for place, (name, tensor) in enumerate(tensors.items()):
         if tensor.numel() and (start := tensor.data_ptr()):
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            last = sum(
+                (size - 1) * stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
             extents.append((start, start + (last + 1) * tensor.element_size(), place, name))
     extents.sort()
     for (_, end, place, name), (start, _, other_place, other) in itertools.pairwise(extents):

@@ -1,4 +1,6 @@
-"""Reading YAML the way people write it: `1e-3` is a number, and a mistake is one line that says where it is."""
+"""Reading YAML the way people write it: `1e-3` is a number, and a mistake is one line that says
+where it is.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ from archipel.errors import UserError, seen_from
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 and everybody else do (to YAML 1.1 it is text); refuses a key given twice."""
+    """Reads `1e-3` as a number, as YAML 1.2 and everybody else do (to YAML 1.1 it is text); refuses
+    a key given twice.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
         for key, _ in node.value:
             if keys.count(key.value) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 
@@ -27,7 +33,11 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )
 
 
 def parse(text: str) -> Any:

@@ -1,21 +1,26 @@
 """An all-reduce as messages between nodes, some of which may be lost while it goes on.
 
-What belongs here: who sends which part of a sum to whom, and how those who are left begin again. What does not: who carries
-the messages (`host.py`), who takes part and what becomes of the mean (`collective.py`).
+What belongs here: who sends which part of a sum to whom, and how those who are left begin again.
+What does not: who carries the messages (`host.py`), who takes part and what becomes of the mean
+(`collective.py`).
 
-The first of a group *leads*. It cuts its vector into chunks and sends them up the group; each member adds its own; the last one
-divides, and the means travel back down. Chunks follow each other, so that both directions of all links are busy. Summed so,
-every node gets the bits of `outer.mean`.
+The first of a group *leads*. It cuts its vector into chunks and sends them up the group; each
+member adds its own; the last one divides, and the means travel back down. Chunks follow each other,
+so that both directions of all links are busy. Summed so, every node gets the bits of `outer.mean`.
 
-Who takes part is what the leader says, for it may know of a newcomer that the others have not heard of.
+Who takes part is what the leader says, for it may know of a newcomer that the others have not heard
+of.
 
 If a member is lost, those who have not got their mean begin again, without it:
 
-- An *attempt* has the number of losses that its leader had been told of. Everybody is told of all losses in one order, so a higher
-  number is later news: whoever has seen a later attempt takes no part in an earlier one.
-- Whoever has got its mean already takes no part in a later attempt, and gives all the others that mean. So an attempt either
-  comes to its end with everybody in it, or ends with the mean that somebody has: there is one mean, whoever is lost.
-- Whoever waits asks the leader, for the leader may have got its mean and have nothing more to begin.
+- An *attempt* has the number of losses that its leader had been told of. Everybody is told of all
+  losses in one order, so a higher number is later news: whoever has seen a later attempt takes no
+  part in an earlier one.
+- Whoever has got its mean already takes no part in a later attempt, and gives all the others that
+  mean. So an attempt either comes to its end with everybody in it, or ends with the mean that
+  somebody has: there is one mean, whoever is lost.
+- Whoever waits asks the leader, for the leader may have got its mean and have nothing more to
+  begin.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sum(Message):
-    """Up the group: the sum of one chunk over all members before the receiver, but those `refused`."""
+    """Up the group: the sum of one chunk over all members before the receiver, but those
+    `refused`.
+    """
 
     group: Group
     round: int
@@ -108,13 +115,15 @@ class AllReduces:
 
     Attributes:
         me: the node.
-        send: carries a message to a node, in the order of sending; if that one is lost, so is the message.
+        send: carries a message to a node, in the order of sending; if that one is lost, so is the
+            message.
         finish: is given each mean, and when I had called for it.
         losses: how many losses there have been in this run, of anybody.
         gone: who is lost now.
         calls: those that I wait for, by round.
         early: sums for which I have not called yet.
-        held: for those who are lost as far as I know; the leader may know already that they are there again.
+        held: for those who are lost as far as I know; the leader may know already that they are
+            there again.
         outcome: of the last one that has ended.
     """
 
@@ -128,10 +137,13 @@ class AllReduces:
     held: dict[NodeId, list[Message]] = field(default_factory=dict)
     outcome: Outcome | None = None
 
-    def call(self, group: Group, vector: Vector, round: int, since_s: float, *, refused: bool = False) -> None:
+    def call(
+        self, group: Group, vector: Vector, round: int, since_s: float, *, refused: bool = False
+    ) -> None:
         """Mean over `group`; `refused`: without `vector`, which gives nothing but its shape.
 
-        Rounds go up. One who calls for an earlier one than it waits for has begun again, and waits no longer.
+        Rounds go up. One who calls for an earlier one than it waits for has begun again, and waits
+        no longer.
 
         Raises:
             TrainingError: I wait for this round already.
@@ -140,7 +152,9 @@ class AllReduces:
             raise TrainingError(f"{self.me} called for all-reduce {round} while it waits for it")
         self.calls = {number: call for number, call in self.calls.items() if number < round}
         chunks = torch.split(vector, CHUNK)
-        self.calls[round] = call = Call(tuple(node for node in group if node not in self.gone), chunks, refused, since_s)
+        self.calls[round] = call = Call(
+            tuple(node for node in group if node not in self.gone), chunks, refused, since_s
+        )
         early, self.early = self.early, []
         if call.group[0] == self.me:
             self._begin(round, call)
@@ -180,7 +194,10 @@ class AllReduces:
         for round, call in self.calls.items():
             others = [node for node in call.group if node != self.me]
             more = f" and {len(others) - 4} more" if others[4:] else ""
-            return f"waits in all-reduce {round} of {len(call.group)} for {', '.join(map(str, others[:4]))}{more}"
+            return (
+                f"waits in all-reduce {round} of {len(call.group)} for "
+                f"{', '.join(map(str, others[:4]))}{more}"
+            )
         return None
 
     # Up
@@ -193,7 +210,12 @@ class AllReduces:
 
     def _add(self, message: Sum) -> None:
         outcome, call = self.outcome, self.calls.get(message.round)
-        if outcome and not call and message.round == outcome.round and message.attempt > outcome.attempt:
+        if (
+            outcome
+            and not call
+            and message.round == outcome.round
+            and message.attempt > outcome.attempt
+        ):
             self.outcome = replace(outcome, attempt=message.attempt)  # once an attempt
             self._settle(outcome, tuple(node for node in message.group if node != self.me))
         elif call is None or not self._is_mine(call, message):
@@ -204,10 +226,14 @@ class AllReduces:
             if call.refused:
                 self._pass_up(call, replace(message, refused=(*message.refused, self.me)))
             else:
-                self._pass_up(call, replace(message, total=message.total + call.mine[message.chunk]))
+                self._pass_up(
+                    call, replace(message, total=message.total + call.mine[message.chunk])
+                )
 
     def _is_mine(self, call: Call, message: Sum) -> bool:
-        """It is of the group that I have called with: its leader is mine, or will be when I have heard of a loss."""
+        """It is of the group that I have called with: its leader is mine, or will be when I have
+        heard of a loss.
+        """
         leader = message.group[0]
         return leader == call.group[0] or (leader in call.group and message.attempt > self.losses)
 
@@ -218,7 +244,10 @@ class AllReduces:
             self._send(group[place + 1], message)
         else:
             mean = message.total / max(1, len(group) - len(message.refused))
-            self._take(call, Mean(group, message.round, message.attempt, message.chunk, mean, message.refused))
+            self._take(
+                call,
+                Mean(group, message.round, message.attempt, message.chunk, mean, message.refused),
+            )
 
     # Down
 
@@ -232,17 +261,37 @@ class AllReduces:
         means[message.chunk] = message.mean
         if len(means) == len(call.mine):
             del self.calls[message.round]
-            self.early = [other for other in self.early if other.round != message.round or other.attempt >= message.attempt]
+            self.early = [
+                other
+                for other in self.early
+                if other.round != message.round or other.attempt >= message.attempt
+            ]
             chunks = tuple(means[number] for number in range(len(call.mine)))
-            self.outcome = Outcome(message.group, message.round, message.attempt, chunks, message.refused)
+            self.outcome = Outcome(
+                message.group, message.round, message.attempt, chunks, message.refused
+            )
             self._settle(self.outcome, tuple(call.asking))
-            self.finish(Reduced(torch.cat(chunks), message.group, message.round, message.refused), call.since_s)
+            self.finish(
+                Reduced(torch.cat(chunks), message.group, message.round, message.refused),
+                call.since_s,
+            )
 
     def _settle(self, outcome: Outcome, others: Group) -> None:
         """Give others the mean that I have got."""
         for number, mean in enumerate(outcome.chunks):
             for node in others:
-                self._send(node, Mean(outcome.group, outcome.round, outcome.attempt, number, mean, outcome.refused, settled=True))
+                self._send(
+                    node,
+                    Mean(
+                        outcome.group,
+                        outcome.round,
+                        outcome.attempt,
+                        number,
+                        mean,
+                        outcome.refused,
+                        settled=True,
+                    ),
+                )
 
     def _send(self, to: NodeId, message: Message) -> None:
         if to in self.gone:

@@ -1,6 +1,8 @@
-"""A Ray cluster: which machines it has, where nodes belong on them, and whether strangers are kept out.
+"""A Ray cluster: which machines it has, where nodes belong on them, and whether strangers are kept
+out.
 
-What belongs here: sessions, machines, places, protection. What does not: what runs there (`ray_host.py`).
+What belongs here: sessions, machines, places, protection. What does not: what runs there
+(`ray_host.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ try:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError:
-    raise UserError("live runs need Ray, which is not installed; install it with: pip install 'archipel[live]'") from None
+    raise UserError(
+        "live runs need Ray, which is not installed; install it with: pip install 'archipel[live]'"
+    ) from None
 
 REGION = "region"
 """The label of a Ray node that says which region of the topology it belongs to."""
@@ -45,16 +49,26 @@ class Machine:
 def machines() -> list[Machine]:
     """Those of the cluster that are alive."""
     return [
-        Machine(node["NodeID"], node["NodeManagerAddress"], node["Labels"].get(REGION), node["Resources"].get("GPU", 0.0))
+        Machine(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Labels"].get(REGION),
+            node["Resources"].get("GPU", 0.0),
+        )
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
 def place(
-    nodes: Sequence[NodeId], workers: Sequence[NodeId], found: Sequence[Machine], gpu_fraction: float, head: str | None
+    nodes: Sequence[NodeId],
+    workers: Sequence[NodeId],
+    found: Sequence[Machine],
+    gpu_fraction: float,
+    head: str | None,
 ) -> dict[NodeId, Machine]:
-    """The machine of each node: its workers spread evenly over a region's machines, everything else on the region's first.
+    """The machine of each node: its workers spread evenly over a region's machines, everything else
+    on the region's first.
 
     Where machines have GPUs, only those take workers, each as many as `gpu_fraction` allows.
 
@@ -70,10 +84,15 @@ def place(
         here = [machine for machine in found if head is None or machine.region == region]
         members = [node for node in nodes if node.region == region]
         if not here:
-            seen = ", ".join(sorted({repr(machine.region) for machine in found if machine.region})) or "none"
+            seen = (
+                ", ".join(sorted({repr(machine.region) for machine in found if machine.region}))
+                or "none"
+            )
             raise UserError(
-                f"region {region!r} has no machine for {listed(members)}: no Ray node has the label {REGION}={region} (labels "
-                f"found: {seen}); on a machine of that region: ray start --address={head} --labels={REGION}={region}"
+                f"region {region!r} has no machine for {listed(members)}: no Ray node has the "
+                f"label {REGION}={region} (labels "
+                f"found: {seen}); on a machine of that region: ray start --address={head} "
+                f"--labels={REGION}={region}"
             )
         slots = {machine.id: int(machine.gpus / gpu_fraction + 1e-9) for machine in here}
         with_gpus = any(slots.values())
@@ -81,12 +100,18 @@ def place(
             if node not in workers:
                 places[node] = here[0]
                 continue
-            free = [machine for machine in here if not with_gpus or load[machine.id] < slots[machine.id]]
+            free = [
+                machine for machine in here if not with_gpus or load[machine.id] < slots[machine.id]
+            ]
             if not free:
-                missing = [worker for worker in members if worker in workers and worker not in places]
+                missing = [
+                    worker for worker in members if worker in workers and worker not in places
+                ]
                 raise UserError(
-                    f"region {region!r} has GPUs for {sum(slots.values())} workers, and none for {listed(missing)}: "
-                    f"live.gpu_fraction = {gpu_fraction:g} of a GPU each; lower it, or add a machine"
+                    f"region {region!r} has GPUs for {sum(slots.values())} workers, and none for "
+                    f"{listed(missing)}: "
+                    f"live.gpu_fraction = {gpu_fraction:g} of a GPU each; lower it, or add a "
+                    "machine"
                 )
             places[node] = min(free, key=lambda machine: load[machine.id])
             load[places[node].id] += 1
@@ -103,12 +128,15 @@ def listed(nodes: Sequence[NodeId]) -> str:
 
 
 TOKEN = secrets.token_hex(32)
-"""Of private clusters: Ray listens on all interfaces even so, and without it anybody who can reach this machine could join."""
+"""Of private clusters: Ray listens on all interfaces even so, and without it anybody who can reach
+this machine could join.
+"""
 
 
 @contextmanager
 def session(address: str | None) -> Iterator[None]:
-    """A connection to the Ray cluster at `address`, or to a private one that ends with this; not if there is one already.
+    """A connection to the Ray cluster at `address`, or to a private one that ends with this; not if
+    there is one already.
 
     Raises:
         UserError: there is no cluster at `address`, or it does not let us in.
@@ -122,19 +150,30 @@ def session(address: str | None) -> Iterator[None]:
     try:
         if address is None:
             if before["RAY_AUTH_MODE"] is None:
-                os.environ["RAY_AUTH_TOKEN"] = TOKEN  # Ray then asks for it, and leaves no token in the user's home
+                os.environ["RAY_AUTH_TOKEN"] = (
+                    TOKEN  # Ray then asks for it, and leaves no token in the user's home
+                )
             # Ray makes its workers nice to others, by 15, unless it is told not to.
             try:
-                ray.init(address="local", include_dashboard=False, _system_config={"worker_niceness": 0}, **quiet)
-            except Exception as error:  # Ray raises all kinds, and gives up after 30 s on a machine that is very busy
-                raise TrainingError(f"Ray did not start: {' '.join(str(error).split())[:400]}") from None
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    _system_config={"worker_niceness": 0},
+                    **quiet,
+                )
+            # Ray raises all kinds, and gives up after 30 s on a machine that is very busy.
+            except Exception as error:
+                raise TrainingError(
+                    f"Ray did not start: {' '.join(str(error).split())[:400]}"
+                ) from None
         else:
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 reason = " ".join(str(error).split())[:400]
                 raise UserError(
-                    f"--address {address}: cannot join a Ray cluster there, with the RAY_AUTH_… and RAY_TLS_… settings of this "
+                    f"--address {address}: cannot join a Ray cluster there, with the RAY_AUTH_… "
+                    "and RAY_TLS_… settings of this "
                     f"environment: {reason}"
                 ) from None
         yield
@@ -148,7 +187,8 @@ def session(address: str | None) -> Iterator[None]:
 
 
 def check_protected(found: Sequence[Machine]) -> None:
-    """Raise a `UserError` if a machine of the cluster, unless all are on loopback, lets strangers in or sends in the clear.
+    """Raise a `UserError` if a machine of the cluster, unless all are on loopback, lets strangers
+    in or sends in the clear.
 
     Each machine is asked itself: what counts is the environment that its Ray was started in.
     """
@@ -156,11 +196,20 @@ def check_protected(found: Sequence[Machine]) -> None:
         return
     asked = [protection.options(scheduling_strategy=on(machine)).remote() for machine in found]
     for machine, (token, tls) in zip(found, ray.get(asked, timeout=60), strict=True):
-        lacks = [text for text, there in (("token (RAY_AUTH_MODE=token)", token), ("encryption (RAY_USE_TLS=1)", tls)) if not there]
+        lacks = [
+            text
+            for text, there in (
+                ("token (RAY_AUTH_MODE=token)", token),
+                ("encryption (RAY_USE_TLS=1)", tls),
+            )
+            if not there
+        ]
         if lacks:
             raise UserError(
-                f"the Ray node on {machine.address} runs without {' and without '.join(lacks)}: whoever can reach it could read, "
-                "change or run anything; see docs/security.md, or give --insecure if nobody else can reach it"
+                f"the Ray node on {machine.address} runs without {' and without '.join(lacks)}: "
+                "whoever can reach it could read, "
+                "change or run anything; see docs/security.md, or give --insecure if nobody else "
+                "can reach it"
             )
 
 

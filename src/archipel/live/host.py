@@ -1,16 +1,21 @@
-"""One actor under the real clock: its mailbox, its verbs, and its inner steps in a thread beside the handlers.
+"""One actor under the real clock: its mailbox, its verbs, and its inner steps in a thread beside
+the handlers.
 
-What belongs here: all that one node of a live run does. What does not: who carries its mail and who watches over it
-(`ray_host.py`, `watch.py`; nothing here knows Ray), what a method does, how an inner step is taken (`replica.py`).
+What belongs here: all that one node of a live run does. What does not: who carries its mail and who
+watches over it (`ray_host.py`, `watch.py`; nothing here knows Ray), what a method does, how an
+inner step is taken (`replica.py`).
 
-A host handles one message at a time, in the order of arrival; `mail.Inbox` sees to that order, whatever carries them. Inner steps
-run in a thread of their own, so that a server's answer or a peer's vector is taken in while a worker trains.
+A host handles one message at a time, in the order of arrival; `mail.Inbox` sees to that order,
+whatever carries them. Inner steps run in a thread of their own, so that a server's answer or a
+peer's vector is taken in while a worker trains.
 
-Nothing ends on its own: a host serves its peers until it is told to stop. What it would take home is kept at its *marks*, counts
-of absorbed inner steps that it is told beforehand, in the very handler that reaches them.
+Nothing ends on its own: a host serves its peers until it is told to stop. What it would take home
+is kept at its *marks*, counts of absorbed inner steps that it is told beforehand, in the very
+handler that reaches them.
 
-A host saves its own part of the run: its actor, its place in the data, and its inner optimizer as the last inner steps left it. A
-host that is started again goes on from there: its actor is told that it has `Joined`, and what was under way is lost.
+A host saves its own part of the run: its actor, its place in the data, and its inner optimizer as
+the last inner steps left it. A host that is started again goes on from there: its actor is told
+that it has `Joined`, and what was under way is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +41,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from archipel import checkpoint
-from archipel.actor import Actor, Gradient, Group, Joined, Lost, Message, NodeId, Reduced, Refused, Start, Trained, Update, Vector
+from archipel.actor import (
+    Actor,
+    Gradient,
+    Group,
+    Joined,
+    Lost,
+    Message,
+    NodeId,
+    Reduced,
+    Refused,
+    Start,
+    Trained,
+    Update,
+    Vector,
+)
 from archipel.checkpoint import Surroundings
 from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
@@ -56,14 +75,18 @@ from archipel.task import NoTask, TaskConfig, make_task
 
 @dataclass(frozen=True)
 class Saves:
-    """Where a host saves its part, and the text of its run's recipe, by which saves of other runs are told from it."""
+    """Where a host saves its part, and the text of its run's recipe, by which saves of other runs
+    are told from it.
+    """
 
     folder: Path
     recipe: str
 
 
 class NotFinite(Diverged):
-    """A worker's loss is not a finite number; `batch` is the number of the first one behind those of its inner steps."""
+    """A worker's loss is not a finite number; `batch` is the number of the first one behind those
+    of its inner steps.
+    """
 
     def __init__(self, text: str, batch: int) -> None:
         super().__init__(text, batch)  # so that it can be pickled
@@ -74,8 +97,9 @@ class NotFinite(Diverged):
 
 
 Beginning = Literal["start", "restart", "reset", "resume"]
-"""How a host begins: with the run; again, from its last save if there is one; the same, with a new inner optimizer; with a
-whole run that goes on, in which a server must have a save."""
+"""How a host begins: with the run; again, from its last save if there is one; the same, with a new
+inner optimizer; with a whole run that goes on, in which a server must have a save.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,15 +107,19 @@ class Setup:
     """What a host is told when it is made.
 
     Attributes:
-        actor: pickled, for its class may lie in a file of the user's that the host has to import first.
+        actor: pickled, for its class may lie in a file of the user's that the host has to import
+            first.
         seed_rank: of the actor among all actors; with the run's seed it seeds `Context.rng`.
         task, run: what is trained, by those who train.
         shard: this worker's data; None: this actor is no worker.
-        marks: counts of absorbed inner steps at which the model is kept, rising; () where there is no model.
-        step_time_s: the least time of an inner step, to act out a slower machine; 0: as fast as it goes.
+        marks: counts of absorbed inner steps at which the model is kept, rising; () where there is
+            no model.
+        step_time_s: the least time of an inner step, to act out a slower machine; 0: as fast as it
+            goes.
         epoch: of this run, on all its mail.
         rank: among the workers.
-        pipeline, shards: how workers share the replicas' stages, and the data of all replicas; None: each has a whole one.
+        pipeline, shards: how workers share the replicas' stages, and the data of all replicas;
+            None: each has a whole one.
         processes: that share this worker's replica.
         deadline_s: longest wait for those with whom inner steps are taken.
         parameters: leading entries of this node's vectors that are parameters.
@@ -136,10 +164,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the processes that take inner steps together find each other: a process group of torch.distributed (gloo).
+    """Where the processes that take inner steps together find each other: a process group of
+    torch.distributed (gloo).
 
     Attributes:
-        where: `file://…` for processes on one machine, which then open no port to others; else `tcp://…`, of rank 0.
+        where: `file://…` for processes on one machine, which then open no port to others; else
+            `tcp://…`, of rank 0.
         rank, size: of this process, and how many there are.
     """
 
@@ -150,7 +180,9 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A part of the model to take home, kept in the handler that reached a mark. `model`: whatever `keep` made of the vector."""
+    """A part of the model to take home, kept in the handler that reached a mark. `model`: whatever
+    `keep` made of the vector.
+    """
 
     time_s: float
     absorbed: int
@@ -195,7 +227,9 @@ class Status:
 
 @dataclass(frozen=True)
 class Record:
-    """What a host leaves: what happened at it, and its model's integer buffers when its last inner steps had ended."""
+    """What a host leaves: what happened at it, and its model's integer buffers when its last inner
+    steps had ended.
+    """
 
     recorder: Recorder
     local_updates: int
@@ -204,7 +238,9 @@ class Record:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Answer:
-    """Inner steps have ended: the message for the actor, when they began and ended, and the progress that it gave them."""
+    """Inner steps have ended: the message for the actor, when they began and ended, and the
+    progress that it gave them.
+    """
 
     message: Message
     start_s: float
@@ -235,7 +271,9 @@ Item = Arrival | Answer | News | Message
 class NoSteps:
     """Inner steps where nothing is trained."""
 
-    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
+    def train(
+        self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]
+    ) -> list[float]:
         for _ in range(steps):
             after_step()
         return []
@@ -251,7 +289,9 @@ class NoSteps:
 
 
 InnerSteps = NoSteps | Solo | Stage | Leader
-"""Who takes a worker's inner steps: nobody, this process alone, this process as one stage, or as the first of several."""
+"""Who takes a worker's inner steps: nobody, this process alone, this process as one stage, or as
+the first of several.
+"""
 
 
 def device() -> torch.device:
@@ -263,7 +303,13 @@ def meet(meeting: Meeting, deadline_s: float) -> None:
     if meeting.where.startswith("file:"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     timeout = timedelta(seconds=deadline_s)
-    dist.init_process_group("gloo", init_method=meeting.where, rank=meeting.rank, world_size=meeting.size, timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting.where,
+        rank=meeting.rank,
+        world_size=meeting.size,
+        timeout=timeout,
+    )
 
 
 def free_port() -> int:
@@ -285,7 +331,9 @@ class Host:
         reached: set when the last mark has been reached.
     """
 
-    def __init__(self, setup: Setup, post: Callable[[NodeId, Envelope], None], keep: Callable[[Vector], Any]) -> None:
+    def __init__(
+        self, setup: Setup, post: Callable[[NodeId, Envelope], None], keep: Callable[[Vector], Any]
+    ) -> None:
         # The vectors that come are read-only, and nobody writes to a message's vectors.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         torch.set_num_threads(1)
@@ -310,14 +358,19 @@ class Host:
         self.inner: InnerSteps = NoSteps()
         self.integers: dict[str, Tensor] = {}
         if setup.shard is not None:
-            self.thread = ThreadPoolExecutor(1, "inner steps", initializer=torch.set_num_threads, initargs=(1,))
+            self.thread = ThreadPoolExecutor(
+                1, "inner steps", initializer=torch.set_num_threads, initargs=(1,)
+            )
             if setup.trains and setup.pipeline is None and setup.processes == 1:
-                self._train_with(Solo(Replica(make_task(setup.task), setup.run, device()), setup.shard))
+                self._train_with(
+                    Solo(Replica(make_task(setup.task), setup.run, device()), setup.shard)
+                )
         self.batch = 0  # number of the next one
         self.started_s = time.perf_counter()
 
     def meet(self, meeting: Meeting, tell: Callable[[str, tuple[int, ...]], None]) -> None:
-        """Find those with whom this worker takes its inner steps: other stages, or the other processes of its replica.
+        """Find those with whom this worker takes its inner steps: other stages, or the other
+        processes of its replica.
 
         `tell` has those processes follow; see `sharded.Leader`.
         """
@@ -325,7 +378,17 @@ class Host:
         setup, task = self.setup, make_task(self.setup.task)
         assert setup.shard is not None
         if setup.pipeline:
-            self._train_with(Stage(task, setup.run, device(), setup.pipeline, setup.rank, setup.shards, setup.deadline_s))
+            self._train_with(
+                Stage(
+                    task,
+                    setup.run,
+                    device(),
+                    setup.pipeline,
+                    setup.rank,
+                    setup.shards,
+                    setup.deadline_s,
+                )
+            )
         else:
             self._train_with(Leader(ShardedReplica(task, setup.run, device(), setup.shard), tell))
 
@@ -335,7 +398,8 @@ class Host:
     # What others ask of a host, from other threads
 
     def run(self, clock_s: float = 0.0) -> Record:
-        """Start the actor when the run's clock is at `clock_s`, and handle what comes until `stop`; what happened.
+        """Start the actor when the run's clock is at `clock_s`, and handle what comes until `stop`;
+        what happened.
 
         Raises:
             Diverged: a loss is not finite.
@@ -374,7 +438,9 @@ class Host:
             except (UserError, TrainingError):
                 raise
             except Exception as error:
-                raise TrainingError(f"{self.me} failed at {place_of(error)}: {type(error).__name__}: {error}") from error
+                raise TrainingError(
+                    f"{self.me} failed at {place_of(error)}: {type(error).__name__}: {error}"
+                ) from error
 
     def deliver(self, envelope: Envelope) -> None:
         """Mail has come."""
@@ -389,7 +455,9 @@ class Host:
         self.mailbox.put(None)
 
     def save(self) -> None:
-        """Save my part now, or, while inner steps are taken, when they have ended. Returns when that is done."""
+        """Save my part now, or, while inner steps are taken, when they have ended. Returns when
+        that is done.
+        """
         with self.lock:
             if self.training_since_s is None:
                 self._save()
@@ -399,9 +467,13 @@ class Host:
         self.saved.wait()
 
     def status(self, evaluated: int = 0) -> Status:
-        """How things stand, between two handlers. The first `evaluated` snapshots are needed no more."""
+        """How things stand, between two handlers. The first `evaluated` snapshots are needed no
+        more.
+        """
         with self.lock:
-            self.snapshots[:evaluated] = [replace(snapshot, model=None) for snapshot in self.snapshots[:evaluated]]
+            self.snapshots[:evaluated] = [
+                replace(snapshot, model=None) for snapshot in self.snapshots[:evaluated]
+            ]
             recorder = self.recorder
             return Status(
                 self.now,
@@ -437,7 +509,12 @@ class Host:
         number = self.sent.get(to, 0)
         self.sent[to] = number + 1
         lives = self.setup.life, self.inbox.lives.get(to, 0)
-        self.post(to, Envelope(self.me, self.setup.epoch, lives, number, self.now, type(message), contents(message)))
+        self.post(
+            to,
+            Envelope(
+                self.me, self.setup.epoch, lives, number, self.now, type(message), contents(message)
+            ),
+        )
 
     def after(self, seconds: float, message: Message) -> None:
         if not seconds:
@@ -452,7 +529,9 @@ class Host:
         self.batch += steps
 
         def job(after_step: Callable[[], None]) -> Message:
-            return Trained(theta, steps, tuple(self.inner.train(theta, steps, progress, batch, after_step)))
+            return Trained(
+                theta, steps, tuple(self.inner.train(theta, steps, progress, batch, after_step))
+            )
 
         self._compute(job, progress)
 
@@ -460,7 +539,10 @@ class Host:
         theta, batch, inner = theta.clone(), self.batch, self.inner
         self.batch += 1
         if isinstance(inner, Stage):
-            raise UserError("pipeline: this method asks for single gradients, which a model in stages does not give")
+            raise UserError(
+                "pipeline: this method asks for single gradients, which a model in stages does not "
+                "give"
+            )
 
         def job(after_step: Callable[[], None]) -> Message:
             [loss] = inner.differentiate(theta, batch)
@@ -550,14 +632,22 @@ class Host:
         marks, reached = self.setup.marks, len(self.snapshots)
         if reached < len(marks) and self.actor.absorbed >= marks[reached]:
             snapshot = self._snapshot()
-            while len(self.snapshots) < len(marks) and self.actor.absorbed >= marks[len(self.snapshots)]:
+            while (
+                len(self.snapshots) < len(marks)
+                and self.actor.absorbed >= marks[len(self.snapshots)]
+            ):
                 self.snapshots.append(snapshot)
             if len(self.snapshots) == len(marks):
                 self.reached.set()
 
     def _snapshot(self) -> Snapshot:
         model = self.actor.model()
-        return Snapshot(self.now, self.actor.absorbed, self.actor.outer_steps, None if model is None else self.keep(model))
+        return Snapshot(
+            self.now,
+            self.actor.absorbed,
+            self.actor.outer_steps,
+            None if model is None else self.keep(model),
+        )
 
     def _doing(self) -> str:
         if self.training_since_s is not None:
@@ -572,7 +662,10 @@ class Host:
         if self.setup.shard is None:
             raise TrainingError(f"{self.me} asked to train and is no worker of the topology")
         if self.training_since_s is not None:
-            raise TrainingError(f"{self.me} asked to train while it is training: a method's worker has one job at a time")
+            raise TrainingError(
+                f"{self.me} asked to train while it is training: a method's worker has one job at "
+                "a time"
+            )
         self.training_since_s = self.now
         self.thread.submit(self._work, job, progress)
 
@@ -590,18 +683,25 @@ class Host:
         try:
             message = job(after_step)
         except NonFiniteLoss as error:
-            self.mailbox.put(NotFinite(f"worker {self.me}: {error}, after {self.now:.1f} s", self.batch))
+            self.mailbox.put(
+                NotFinite(f"worker {self.me}: {error}, after {self.now:.1f} s", self.batch)
+            )
         except (UserError, TrainingError) as error:
             self.mailbox.put(error)
         except Exception as error:
             self.mailbox.put(
-                TrainingError(f"worker {self.me}: the task failed at {place_of(error)}: {type(error).__name__}: {error}")
+                TrainingError(
+                    f"worker {self.me}: the task failed at {place_of(error)}: "
+                    f"{type(error).__name__}: {error}"
+                )
             )
         else:
             self.mailbox.put(Answer(message, start_s, self.now, progress))
 
     def _note(self, answer: Answer) -> None:
-        """Put down what the inner steps were, and what the replica's integer buffers are after them."""
+        """Put down what the inner steps were, and what the replica's integer buffers are after
+        them.
+        """
         self.training_since_s = None
         self.recorder.computes(self.me, answer.start_s, answer.end_s)
         match answer.message:
@@ -615,7 +715,9 @@ class Host:
 
     def _note_loss(self, answer: Answer, steps: int, loss: float) -> None:
         self.loss = loss
-        self.recorder.trainings.append(Training(answer.end_s, self.me, steps, loss, answer.progress))
+        self.recorder.trainings.append(
+            Training(answer.end_s, self.me, steps, loss, answer.progress)
+        )
 
     def _reduced(self, reduced: Reduced, since_s: float) -> None:
         self.recorder.reduces((self.me,), since_s, self.now)
@@ -641,7 +743,8 @@ class Host:
         self.saved.set()
 
     def load(self) -> list[str]:
-        """Go on from the last save, unless it is the run that begins; what the user should know of that.
+        """Go on from the last save, unless it is the run that begins; what the user should know of
+        that.
 
         Raises:
             UserError: there is none that is sound.
@@ -650,13 +753,23 @@ class Host:
         self.batch = setup.batch
         if setup.begins == "start" or saves is None:
             return []
-        if not checkpoint.checkpoints(saves.folder) and (setup.begins != "resume" or setup.shard is not None):
+        if not checkpoint.checkpoints(saves.folder) and (
+            setup.begins != "resume" or setup.shard is not None
+        ):
             return [f"{self.me} has no save to go on from, and begins anew"]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state = checkpoint.load(saves.folder, self._surroundings(), saves.recipe)
-        self.actor, self.rng, self.batch = state["actor"], state["rng"], max(state["batch"], setup.batch)
-        self.screen, self.recorder, self.events = state["screen"], state["recorder"], state["events"]
+        self.actor, self.rng, self.batch = (
+            state["actor"],
+            state["rng"],
+            max(state["batch"], setup.batch),
+        )
+        self.screen, self.recorder, self.events = (
+            state["screen"],
+            state["recorder"],
+            state["events"],
+        )
         if isinstance(self.inner, Solo) and setup.begins != "reset":
             for mine, saved in zip(self.inner.state, state["inner"], strict=True):
                 mine.copy_(saved)
@@ -664,4 +777,6 @@ class Host:
         return [str(warning.message) for warning in caught]
 
     def _surroundings(self) -> Surroundings:
-        return Surroundings({"on_progress": self.recorder.on_progress}, [sys.modules[type(self.actor).__module__]])
+        return Surroundings(
+            {"on_progress": self.recorder.on_progress}, [sys.modules[type(self.actor).__module__]]
+        )

@@ -1,15 +1,19 @@
-"""The real clock: the simulator's actors, each in a Ray actor of its own, and the one who watches over them.
+"""The real clock: the simulator's actors, each in a Ray actor of its own, and the one who watches
+over them.
 
-What belongs here: how mail gets from one host to another, whether hosts are alive and what happens if not, and the run directory
-of a live run. What does not: what a host does with its mail (`host.py`), where hosts belong (`cluster.py`), what a method does.
+What belongs here: how mail gets from one host to another, whether hosts are alive and what happens
+if not, and the run directory of a live run. What does not: what a host does with its mail
+(`host.py`), where hosts belong (`cluster.py`), what a method does.
 
-A live run starts with a rehearsal: the simulator runs the same recipe without gradients, in milliseconds. It shows that the method
-comes to its end, and at which of its own inner steps each holder of the model passes each mark. Holders keep their part of the
-model at just these counts, however long they really take: so a live run evaluates, and takes home, what the simulator would.
+A live run starts with a rehearsal: the simulator runs the same recipe without gradients, in
+milliseconds. It shows that the method comes to its end, and at which of its own inner steps each
+holder of the model passes each mark. Holders keep their part of the model at just these counts,
+however long they really take: so a live run evaluates, and takes home, what the simulator would.
 
-A host that dies or falls silent is lost: all others are told so. It is started again with what it saved last, and they are told
-that too. From then on nothing is as rehearsed, and the model is evaluated when it is seen to have passed a mark. A whole run
-that was stopped goes on in the same way: every host is started again.
+A host that dies or falls silent is lost: all others are told so. It is started again with what it
+saved last, and they are told that too. From then on nothing is as rehearsed, and the model is
+evaluated when it is seen to have passed a mark. A whole run that was stopped goes on in the same
+way: every host is started again.
 """
 
 from __future__ import annotations
@@ -55,23 +59,32 @@ from archipel.vector import Layout, largest
 
 @dataclass
 class Marks(NoTraining):
-    """A trainer for rehearsals: where the simulator would evaluate the model, it notes what each holder has absorbed."""
+    """A trainer for rehearsals: where the simulator would evaluate the model, it notes what each
+    holder has absorbed.
+    """
 
     actors: Sequence[Actor]
     marks: list[dict[NodeId, int]] = field(default_factory=list)
 
     def evaluate(self, theta: Vector, due_s: float) -> Promise:
-        self.marks.append({actor.me: actor.absorbed for actor in self.actors if actor.model() is not None})
+        self.marks.append(
+            {actor.me: actor.absorbed for actor in self.actors if actor.model() is not None}
+        )
         return Done(None)
 
 
 def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, int]]:
-    """For each mark, the first one at 0 and the last one at the end, what every holder of the model will have absorbed.
+    """For each mark, the first one at 0 and the last one at the end, what every holder of the model
+    will have absorbed.
 
     Raises:
         UserError, TrainingError: the method would not come to its end; see `Simulator.run`.
     """
-    workers, seed, pipeline = recipe.topology.workers, recipe.run.seed, experiment.pipeline_of(recipe)
+    workers, seed, pipeline = (
+        recipe.topology.workers,
+        recipe.run.seed,
+        experiment.pipeline_of(recipe),
+    )
     actors = experiment.build_actors(recipe, pipeline, torch.empty(0), ())
     rehearsal = Marks(actors)
     Simulator(
@@ -134,21 +147,25 @@ def launch(
     resume: bool = False,
     progress: Callable[[Now], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Run `recipe` for real and leave a run directory like the simulator's, with measured times and bytes; its summary.
+    """Run `recipe` for real and leave a run directory like the simulator's, with measured times and
+    bytes; its summary.
 
-    After Ctrl-C the directory holds what happened until then, and `KeyboardInterrupt` goes on. After an error it holds what has
-    been saved, if anything has.
+    After Ctrl-C the directory holds what happened until then, and `KeyboardInterrupt` goes on.
+    After an error it holds what has been saved, if anything has.
 
     Args:
-        address: of a running Ray cluster; None: a private one on this machine, for the time of the run.
+        address: of a running Ray cluster; None: a private one on this machine, for the time of the
+            run.
         insecure: join a cluster without token or encryption.
         every: how often each node saves its part, and then on Ctrl-C too; None: never.
         resume: go on with the run that was stopped in `directory`.
         progress: is told about once a second how things stand.
 
     Raises:
-        UserError: the recipe cannot run, a region has no machine, the cluster is not protected, or there is nothing to go on from.
-        TrainingError: a node failed, or died or fell silent once too often; or a save cannot be written.
+        UserError: the recipe cannot run, a region has no machine, the cluster is not protected, or
+            there is nothing to go on from.
+        TrainingError: a node failed, or died or fell silent once too often; or a save cannot be
+            written.
     """
     wall_s, threads = time.perf_counter(), torch.get_num_threads()
     check_launch(recipe, every)
@@ -186,20 +203,36 @@ def launch(
 
 
 def check_launch(recipe: Recipe, every: Every | None) -> None:
-    """Raise a `UserError` if a recipe that can be simulated cannot be launched, or cannot be saved."""
+    """Raise a `UserError` if a recipe that can be simulated cannot be launched, or cannot be
+    saved.
+    """
     stages, processes = recipe.pipeline.stages, recipe.live.processes
     if processes > 1 and stages > 1:
-        raise UserError(f"live.processes = {processes}: a stage of a pipeline is one process; give processes = 1 or stages = 1")
+        raise UserError(
+            f"live.processes = {processes}: a stage of a pipeline is one process; give processes = "
+            "1 or stages = 1"
+        )
     if recipe.faults is not None and recipe.faults != FaultsConfig():
-        raise UserError("faults: `archipel launch` makes none on purpose; `archipel run` does, on the virtual clock")
+        raise UserError(
+            "faults: `archipel launch` makes none on purpose; `archipel run` does, on the virtual "
+            "clock"
+        )
     if every is not None and stages > 1:
-        raise UserError(f"--checkpoint-every: live runs in stages (pipeline.stages = {stages}) cannot be saved yet")
+        raise UserError(
+            f"--checkpoint-every: live runs in stages (pipeline.stages = {stages}) cannot be saved "
+            "yet"
+        )
     if every is not None and every.tokens is not None and isinstance(recipe.task, NoTask):
-        raise UserError(f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds, such as 600s")
+        raise UserError(
+            f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds, such as "
+            "600s"
+        )
 
 
 def folder_of(directory: Path) -> Path:
-    """Where a live run in `directory` saves what nobody but its watch knows; each node has a folder in there."""
+    """Where a live run in `directory` saves what nobody but its watch knows; each node has a folder
+    in there.
+    """
     return directory.resolve() / CHECKPOINTS / LIVE
 
 
@@ -222,7 +255,9 @@ def _kept_if_saved(directory: Path, recipe: Recipe, *, resume: bool) -> Iterator
 
 
 def prepare(recipe: Recipe, *, resume: bool) -> Parts:
-    """Whatever can be done, and go wrong, before the first process is started. What goes on is as rehearsed no more."""
+    """Whatever can be done, and go wrong, before the first process is started. What goes on is as
+    rehearsed no more.
+    """
     experiment.check_reachable(recipe)
     task = None if isinstance(recipe.task, NoTask) else make_task(recipe.task)
     steps = experiment.planned_steps(recipe, task.tokens_per_step if task else None)
@@ -238,23 +273,39 @@ def prepare(recipe: Recipe, *, resume: bool) -> Parts:
         check_micro_batches(task, shards(recipe)[workers[0].id], pipeline.micro_batches)
         layouts = [Layout.of(part) for part in cut(task.seeded_model(seed), pipeline.stages)]
         pipeline = replace(pipeline, parameters=tuple(layout.parameters for layout in layouts))
-    return Parts(recipe, experiment.build_actors(recipe, pipeline, theta, layouts), run, marks, task, replica, pipeline)
+    return Parts(
+        recipe,
+        experiment.build_actors(recipe, pipeline, theta, layouts),
+        run,
+        marks,
+        task,
+        replica,
+        pipeline,
+    )
 
 
 def measure_profile(replica: Replica | None, shard: Shard) -> Profile:
-    """The profile `measured`: the weights of this task, and the time of one of its inner steps on this machine.
+    """The profile `measured`: the weights of this task, and the time of one of its inner steps on
+    this machine.
 
     Raises:
         UserError: nothing is trained, so there is nothing to measure.
     """
     if replica is None:
         raise UserError("profile = 'measured': task none trains nothing that could be measured")
-    return Profile(name="measured", model_bytes=4 * replica.layout.numel, step_time_s=median_step_time_s(replica, shard))
+    return Profile(
+        name="measured",
+        model_bytes=4 * replica.layout.numel,
+        step_time_s=median_step_time_s(replica, shard),
+    )
 
 
 def shards(recipe: Recipe) -> dict[NodeId, Shard]:
     """Each worker's data; all stages of a replica have those of the first one."""
-    workers, pipeline = [worker.id for worker in recipe.topology.workers], experiment.pipeline_of(recipe)
+    workers, pipeline = (
+        [worker.id for worker in recipe.topology.workers],
+        experiment.pipeline_of(recipe),
+    )
     readers = pipeline.nodes[0] if pipeline else workers
     data = shards_of([reader.region for reader in readers], recipe.run.seed)
     return {worker: data[i // recipe.pipeline.stages] for i, worker in enumerate(workers)}
@@ -268,14 +319,31 @@ def board(
     every: Every | None,
     progress: Callable[[Now], None],
 ) -> Watch:
-    """Give each actor a machine, and somebody who watches over all. `own`: what that one saved when the run was stopped."""
+    """Give each actor a machine, and somebody who watches over all. `own`: what that one saved when
+    the run was stopped.
+    """
     recipe, marks = parts.recipe, parts.marks
-    profile, workers, data, live = recipe.profile, recipe.topology.workers, shards(recipe), recipe.live
+    profile, workers, data, live = (
+        recipe.profile,
+        recipe.topology.workers,
+        shards(recipe),
+        recipe.live,
+    )
     assert profile is not None
     fastest = max(worker.speed for worker in workers)
-    pace_s = {worker.id: profile.step_time_s / (worker.speed / fastest) / recipe.pipeline.stages for worker in workers}
-    folder, number, epoch = folder_of(directory), own.get("number", secrets.randbits(62)), secrets.randbits(62)
-    ranks, by_replica = {worker: i for i, worker in enumerate(data)}, tuple(list(data.values())[:: recipe.pipeline.stages])
+    pace_s = {
+        worker.id: profile.step_time_s / (worker.speed / fastest) / recipe.pipeline.stages
+        for worker in workers
+    }
+    folder, number, epoch = (
+        folder_of(directory),
+        own.get("number", secrets.randbits(62)),
+        secrets.randbits(62),
+    )
+    ranks, by_replica = (
+        {worker: i for i, worker in enumerate(data)},
+        tuple(list(data.values())[:: recipe.pipeline.stages]),
+    )
     setups = {
         actor.me: Setup(
             actor=pickle.dumps(actor),
@@ -283,7 +351,9 @@ def board(
             task=recipe.task,
             run=parts.run,
             shard=data.get(actor.me),
-            marks=tuple(mark[actor.me] for mark in marks) if marks and actor.me in marks[-1] else (),
+            marks=tuple(mark[actor.me] for mark in marks)
+            if marks and actor.me in marks[-1]
+            else (),
             step_time_s=pace_s.get(actor.me, 0.0) if live.pace == "profile" else 0.0,
             epoch=epoch,
             rank=ranks.get(actor.me, 0),
@@ -293,7 +363,11 @@ def board(
             deadline_s=live.deadline_s,
             parameters=parts.parameters(actor.me),
             screening=recipe.screening(live=True),
-            saves=Saves(folder / actor.me.region / actor.me.name, f"{recipe.to_yaml()}# run {number}\n") if every else None,
+            saves=Saves(
+                folder / actor.me.region / actor.me.name, f"{recipe.to_yaml()}# run {number}\n"
+            )
+            if every
+            else None,
             begins="resume" if own else "start",
         )
         for rank, actor in enumerate(parts.actors)
@@ -302,7 +376,9 @@ def board(
         recipe=recipe,
         setups=setups,
         peers={actor.me: tuple(actor.peers()) for actor in parts.actors},
-        places=place(list(setups), list(data), machines(), live.gpu_fraction * live.processes, address),
+        places=place(
+            list(setups), list(data), machines(), live.gpu_fraction * live.processes, address
+        ),
         marks=marks,
         evaluator=Evaluator(
             parts.replica,
@@ -321,13 +397,21 @@ def board(
         exact=not own,
         restarts=own.get("restarts", {}),
         saves=own.get("saves", 0),
-        sent_bytes=max((evaluation.sent_bytes for evaluation in own.get("evaluations", [])), default=0.0),
-        slow_link_bytes=max((evaluation.slow_link_bytes for evaluation in own.get("evaluations", [])), default=0.0),
+        sent_bytes=max(
+            (evaluation.sent_bytes for evaluation in own.get("evaluations", [])), default=0.0
+        ),
+        slow_link_bytes=max(
+            (evaluation.slow_link_bytes for evaluation in own.get("evaluations", [])), default=0.0
+        ),
     )
 
 
-def whole(parts: Sequence[Vector], holders: Sequence[NodeId], pipeline: Pipeline | None) -> list[Vector]:
-    """Whole models of the parts that `holders` have: the parts themselves, or those of a replica's stages joined."""
+def whole(
+    parts: Sequence[Vector], holders: Sequence[NodeId], pipeline: Pipeline | None
+) -> list[Vector]:
+    """Whole models of the parts that `holders` have: the parts themselves, or those of a replica's
+    stages joined.
+    """
     if pipeline is None:
         return list(parts)
     held = dict(zip(holders, parts, strict=True))
@@ -347,17 +431,23 @@ def meetings_of(watch: Watch, parts: Parts, *, insecure: bool) -> dict[NodeId, M
     here = {places[worker].id for worker in workers}
     where = watch.meeting_file()
     if len(here) > 1:
-        if not insecure and not all(ipaddress.ip_address(places[worker].address).is_loopback for worker in workers):
+        if not insecure and not all(
+            ipaddress.ip_address(places[worker].address).is_loopback for worker in workers
+        ):
             raise UserError(
-                f"pipeline.stages = {parts.recipe.pipeline.stages}: stages on {len(here)} machines send activations over "
-                "torch.distributed, which neither encrypts nor asks who is there; see docs/security.md, or give --insecure if "
+                f"pipeline.stages = {parts.recipe.pipeline.stages}: stages on {len(here)} machines "
+                "send activations over "
+                "torch.distributed, which neither encrypts nor asks who is there; see "
+                "docs/security.md, or give --insecure if "
                 "nobody else can reach it"
             )
         where = f"tcp://{places[workers[0]].address}:{ask_for_port(places[workers[0]])}"
     return {worker: Meeting(where, i, len(workers)) for i, worker in enumerate(workers)}
 
 
-def _leave(directory: Path, parts: Parts, watch: Watch, stopped: str, wall_s: float) -> dict[str, Any]:
+def _leave(
+    directory: Path, parts: Parts, watch: Watch, stopped: str, wall_s: float
+) -> dict[str, Any]:
     """Stop the hosts, put together what they leave, and write the run directory."""
     records, recipe = watch.stop(), parts.recipe
     watch.evaluator.collect(wait=True)
@@ -372,7 +462,8 @@ def _leave(directory: Path, parts: Parts, watch: Watch, stopped: str, wall_s: fl
     if parts.replica and not watch.evaluator.parts:
         raise TrainingError("the model to take home was lost with those who held it")
     modelled = (
-        f"the pace: an inner step takes at least {profile.step_time_s * 1e3:.6g} ms ÷ its worker's speed "
+        f"the pace: an inner step takes at least {profile.step_time_s * 1e3:.6g} ms ÷ its worker's "
+        "speed "
         f"(profile {profile.name}, topology {recipe.topology.name})"
     )
     ended = Ended(
@@ -386,10 +477,14 @@ def _leave(directory: Path, parts: Parts, watch: Watch, stopped: str, wall_s: fl
         task=parts.task,
         layout=parts.replica.layout if parts.replica else None,
         integers=largest(record.integers for record in records),
-        real=(f"gradients of {parts.task.description}" if parts.task else "no gradients (task none)")
+        real=(
+            f"gradients of {parts.task.description}" if parts.task else "no gradients (task none)"
+        )
         + f"; the clock and the bytes, measured on {len(used)} machine{'s' * (len(used) > 1)}",
         modelled=modelled if recipe.live.pace == "profile" else "",
         clock="measured",
         processes=len(recipe.topology.workers) * recipe.live.processes,
     )
-    return experiment.leave(directory, recipe, ended, stopped, time.perf_counter() - wall_s + watch.spent_s)
+    return experiment.leave(
+        directory, recipe, ended, stopped, time.perf_counter() - wall_s + watch.spent_s
+    )

@@ -18,12 +18,14 @@ from archipel.actor import Message, NodeId
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Envelope:
-    """A message on its way. The vectors in it are NumPy views of their tensors; whoever carries it copies them, once.
+    """A message on its way. The vectors in it are NumPy views of their tensors; whoever carries it
+    copies them, once.
 
     Attributes:
         sender: who sent it.
         epoch: of the run that it belongs to.
-        lives: which of the sender's it is from, and which of the receiver's it is for: a node that is started again has one more.
+        lives: which of the sender's it is from, and which of the receiver's it is for: a node that
+            is started again has one more.
         number: how many messages the sender had sent to this receiver before, in these lives.
         sent_s: on the sender's clock.
         kind, contents: the message's class, and its fields.
@@ -44,7 +46,12 @@ class Envelope:
 
     def open(self) -> Message:
         """The message; its vectors are those that came, and are not to be written to."""
-        return self.kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in self.contents))
+        return self.kind(
+            *(
+                torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                for value in self.contents
+            )
+        )
 
 
 def contents(message: Message) -> tuple[Any, ...]:
@@ -55,12 +62,14 @@ def contents(message: Message) -> tuple[Any, ...]:
 
 @dataclass
 class Inbox:
-    """Lets through the mail of one run: each sender's in the order of sending, once each, and only while it is not lost.
+    """Lets through the mail of one run: each sender's in the order of sending, once each, and only
+    while it is not lost.
 
     Attributes:
         epoch: of this run; mail of any other is dropped.
         life: my own; mail for an earlier one is dropped.
-        lives: of those others who have been started again, as far as I have been told. Mail of a later life waits for the news.
+        lives: of those others who have been started again, as far as I have been told. Mail of a
+            later life waits for the news.
         gone: who is lost.
         expected: the number that each sender's next message has.
         early: what came before its turn, by sender, life and number.
@@ -74,9 +83,20 @@ class Inbox:
     early: dict[tuple[NodeId, int, int], Envelope] = field(default_factory=dict)
 
     def accept(self, envelope: Envelope) -> list[Envelope]:
-        """What can be handled now that `envelope` has come, in order; nothing if it is a stranger, a duplicate, or early."""
-        sender, (life, mine), known = envelope.sender, envelope.lives, self.lives.get(envelope.sender, 0)
-        if envelope.epoch != self.epoch or mine != self.life or life < known or (life == known and sender in self.gone):
+        """What can be handled now that `envelope` has come, in order; nothing if it is a stranger,
+        a duplicate, or early.
+        """
+        sender, (life, mine), known = (
+            envelope.sender,
+            envelope.lives,
+            self.lives.get(envelope.sender, 0),
+        )
+        if (
+            envelope.epoch != self.epoch
+            or mine != self.life
+            or life < known
+            or (life == known and sender in self.gone)
+        ):
             return []
         if life == known and envelope.number < self.expected.get(sender, 0):
             return []

@@ -1,7 +1,7 @@
 """A host as a Ray actor, and what all hosts of a run are made from.
 
-What belongs here: the thin layer between `host.py`, which knows no Ray, and Ray. What does not: whether hosts are alive
-(`watch.py`).
+What belongs here: the thin layer between `host.py`, which knows no Ray, and Ray. What does not:
+whether hosts are alive (`watch.py`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,40 @@ from archipel import methods
 from archipel.actor import NodeId
 from archipel.errors import TrainingError
 from archipel.live.cluster import Machine, on
-from archipel.live.host import Host, Meeting, News, Record, Setup, Snapshot, Status, device, free_port, meet
+from archipel.live.host import (
+    Host,
+    Meeting,
+    News,
+    Record,
+    Setup,
+    Snapshot,
+    Status,
+    device,
+    free_port,
+    meet,
+)
 from archipel.live.mail import Envelope
 from archipel.live.sharded import ShardedReplica
 from archipel.recipe import Recipe
 from archipel.task import make_task
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"mail": 1, "watch": 1, "wait": 1, "save": 1})
+@ray.remote(
+    num_cpus=0, max_restarts=0, concurrency_groups={"mail": 1, "watch": 1, "wait": 1, "save": 1}
+)
 class RayHost:
-    """A `Host` as a Ray actor. Mail and questions come in threads of their own, beside the one that runs it."""
+    """A `Host` as a Ray actor. Mail and questions come in threads of their own, beside the one that
+    runs it.
+    """
 
     def __init__(self, method: str, setup: bytes) -> None:
         methods.load(method)  # so that what it defines can be unpickled
         self.host = Host(pickle.loads(setup), self._post, lambda vector: ray.put(vector.numpy()))
         self.peers: dict[NodeId, Any] = {}
 
-    def connect(self, peers: dict[NodeId, Any], meeting: Meeting | None, followers: list[Any]) -> list[str]:
+    def connect(
+        self, peers: dict[NodeId, Any], meeting: Meeting | None, followers: list[Any]
+    ) -> list[str]:
         """Be ready to run; what the user should know of that."""
         self.peers = peers
         if meeting:
@@ -77,7 +94,9 @@ class RayHost:
 
     def _post(self, to: NodeId, envelope: Envelope) -> None:
         if to not in self.peers:
-            raise TrainingError(f"{self.host.me} sent {envelope.kind.__name__} to {to}, which is none of its peers")
+            raise TrainingError(
+                f"{self.host.me} sent {envelope.kind.__name__} to {to}, which is none of its peers"
+            )
         self.peers[to].deliver.remote(envelope)  # copies the vectors now
 
 
@@ -114,7 +133,8 @@ def _tell(followers: Sequence[Any], what: str, arguments: tuple[int, ...]) -> No
 def make_host(recipe: Recipe, setup: Setup, machine: Machine) -> Any:
     """A host on a machine; a worker takes its part of a GPU there, if there are any."""
     return RayHost.options(  # type: ignore[attr-defined]
-        scheduling_strategy=on(machine), num_gpus=recipe.live.gpu_fraction if machine.gpus and setup.shard is not None else 0
+        scheduling_strategy=on(machine),
+        num_gpus=recipe.live.gpu_fraction if machine.gpus and setup.shard is not None else 0,
     ).remote(recipe.method, pickle.dumps(setup))
 
 
@@ -122,7 +142,8 @@ def make_followers(recipe: Recipe, setup: Setup, machine: Machine, meeting: Meet
     """The other processes of a worker that has several; they meet its host."""
     return [
         RayFollower.options(  # type: ignore[attr-defined]
-            scheduling_strategy=on(machine), num_gpus=recipe.live.gpu_fraction if machine.gpus else 0
+            scheduling_strategy=on(machine),
+            num_gpus=recipe.live.gpu_fraction if machine.gpus else 0,
         ).remote(pickle.dumps(setup), replace(meeting, rank=rank))
         for rank in range(1, recipe.live.processes)
     ]

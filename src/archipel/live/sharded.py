@@ -1,11 +1,13 @@
-"""A worker of several processes: FSDP2 shards one copy of the model over them, and outside it is one vector.
+"""A worker of several processes: FSDP2 shards one copy of the model over them, and outside it is
+one vector.
 
-What belongs here: one process's part of such a worker's inner steps. What does not: who starts the processes and tells
-them what to do next.
+What belongs here: one process's part of such a worker's inner steps. What does not: who starts the
+processes and tells them what to do next.
 
-All processes of a worker make the same calls in the same order: the first one, which has the vector, is its `Leader`,
-and tells the others what it is asked for. A batch is cut along its first dimension, a part for each process, so that
-the worker takes the steps that one process would take with the whole batch.
+All processes of a worker make the same calls in the same order: the first one, which has the
+vector, is its `Leader`, and tells the others what it is asked for. A batch is cut along its first
+dimension, a part for each process, so that the worker takes the steps that one process would take
+with the whole batch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from archipel.vector import Layout, float_buffers, integer_buffers, parameters
 
 
 class ShardedReplica:
-    """This process's part of one worker's model and inner optimizer. The process group is the worker's processes.
+    """This process's part of one worker's model and inner optimizer. The process group is the
+    worker's processes.
 
     Attributes:
         layout: of the whole model.
@@ -42,14 +45,21 @@ class ShardedReplica:
         self.module = task.seeded_model(run.seed).to(device)
         self.layout = Layout.of(self.module)
         shard_blocks(self.module, self.mesh)
-        self.parameters = [parameter for parameter in parameters(self.module).values() if isinstance(parameter, DTensor)]
+        self.parameters = [
+            parameter
+            for parameter in parameters(self.module).values()
+            if isinstance(parameter, DTensor)
+        ]
         self.optimizer = task.optimizer(self.module)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
-    # What the worker is asked for. Vectors have shape (numel,) and are overwritten with the result, in every process.
+    # What the worker is asked for. Vectors have shape (numel,) and are overwritten with the result,
+    # in every process.
 
-    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
+    def train(
+        self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]
+    ) -> list[float]:
         """See `Replica.train`.
 
         Raises:
@@ -106,7 +116,9 @@ class ShardedReplica:
 
     @contextmanager
     def _at(self, theta: Tensor) -> Iterator[None]:
-        """Take the first process's `theta` as weights; afterwards it holds what has become of them."""
+        """Take the first process's `theta` as weights; afterwards it holds what has become of
+        them.
+        """
         dist.broadcast(theta, 0)
         buffers, slots = list(float_buffers(self.module).values()), self.layout.slots
         with torch.no_grad():
@@ -119,7 +131,9 @@ class ShardedReplica:
             for slot, parameter in zip(slots, self.parameters, strict=False):
                 slot.view(theta).copy_(_whole(parameter))
             # Each process has seen its part of the batches only.
-            for slot, buffer in zip(slots[len(self.parameters) :], float_buffers(self.module).values(), strict=True):
+            for slot, buffer in zip(
+                slots[len(self.parameters) :], float_buffers(self.module).values(), strict=True
+            ):
                 mean = buffer.float().cpu() / self.processes
                 dist.all_reduce(mean)
                 slot.view(theta).copy_(mean)
@@ -141,7 +155,9 @@ class ShardedReplica:
 
     def _step(self, progress: int) -> None:
         if self.task.gradient_clip is not None:
-            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            gradients = [
+                parameter.grad for parameter in self.parameters if parameter.grad is not None
+            ]
             norm = _whole(torch.nn.utils.get_total_norm(gradients))
             factor = float(torch.clamp(self.task.gradient_clip / (norm + 1e-6), max=1.0))
             for gradient in gradients:
@@ -151,7 +167,9 @@ class ShardedReplica:
 
     def _part(self, whole: Tensor, parameter: DTensor) -> DTensor:
         """This process's part of a tensor that all processes have; no message."""
-        return distribute_tensor(whole.to(parameter.dtype), self.mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(
+            whole.to(parameter.dtype), self.mesh, parameter.placements, src_data_rank=None
+        )
 
 
 @dataclass(frozen=True)
@@ -161,7 +179,9 @@ class Leader:
     replica: ShardedReplica
     tell: Callable[[str, tuple[int, ...]], None]
 
-    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
+    def train(
+        self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]
+    ) -> list[float]:
         self.tell("train", (steps, progress, cursor))
         return self.replica.train(theta, steps, progress, cursor, after_step)
 
@@ -178,7 +198,8 @@ class Leader:
 
 
 def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard each child of `module` by itself, so that only one of them is whole at a time, and what remains with the root.
+    """Shard each child of `module` by itself, so that only one of them is whole at a time, and what
+    remains with the root.
 
     A child that shares a parameter with another one belongs to the root, lest FSDP untie it.
     """

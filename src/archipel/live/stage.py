@@ -1,11 +1,13 @@
 """One node's part in a pipeline's inner steps, when every stage is a process of its own.
 
-What belongs here: the stage, and its messages to the stages before and behind it, over torch.distributed and point to point.
-What does not: who holds which stage, and the routes (`pipeline.py`, whose `Stages` does the same in one process).
+What belongs here: the stage, and its messages to the stages before and behind it, over
+torch.distributed and point to point. What does not: who holds which stage, and the routes
+(`pipeline.py`, whose `Stages` does the same in one process).
 
-Every node knows all routes from the shared seed, so no message says where it belongs: who sends, its tag and the order say so.
-A batch is a pure function of its shard and number: the last stage draws the labels of the micro-batches that come to it
-itself, instead of having them carried along. There is no collective.
+Every node knows all routes from the shared seed, so no message says where it belongs: who sends,
+its tag and the order say so. A batch is a pure function of its shard and number: the last stage
+draws the labels of the micro-batches that come to it itself, instead of having them carried along.
+There is no collective.
 """
 
 from __future__ import annotations
@@ -57,24 +59,49 @@ class Stage:
     """
 
     def __init__(
-        self, task: Task, run: Run, device: torch.device, pipeline: Pipeline, rank: int, shards: Sequence[Shard], deadline_s: float
+        self,
+        task: Task,
+        run: Run,
+        device: torch.device,
+        pipeline: Pipeline,
+        rank: int,
+        shards: Sequence[Shard],
+        deadline_s: float,
     ) -> None:
-        self.task, self.run, self.device, self.pipeline, self.shards = task, run, device, pipeline, shards
+        self.task, self.run, self.device, self.pipeline, self.shards = (
+            task,
+            run,
+            device,
+            pipeline,
+            shards,
+        )
         self.deadline_s = deadline_s
         self.me, self.k = divmod(rank, pipeline.stages)
         self.last = self.k == pipeline.stages - 1
-        self.boundaries = boundaries(task, run.seed, pipeline.stages, micro(task.batches(shards[0], 0), pipeline.micro_batches)[0])
-        self.replica = Replica(task, run, device, cut(task.seeded_model(run.seed), pipeline.stages)[self.k])
-        self.state = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs]
+        self.boundaries = boundaries(
+            task,
+            run.seed,
+            pipeline.stages,
+            micro(task.batches(shards[0], 0), pipeline.micro_batches)[0],
+        )
+        self.replica = Replica(
+            task, run, device, cut(task.seeded_model(run.seed), pipeline.stages)[self.k]
+        )
+        self.state = [
+            torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs
+        ]
         self.replica.reset(self.state)
         self.sending: list[tuple[Any, Tensor]] = []
         self.messages, self.sent_bytes, self.slow_link_bytes = 0, 0, 0
 
-    def train(self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]) -> list[float]:
-        """Take `steps` inner steps from number `cursor` on, together with the nodes that the routes lead to.
+    def train(
+        self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]
+    ) -> list[float]:
+        """Take `steps` inner steps from number `cursor` on, together with the nodes that the routes
+        lead to.
 
-        `theta` is this stage's vector and changes in place. Returns the losses before each step, the means over the
-        micro-batches that came here, at the last stage; nothing elsewhere.
+        `theta` is this stage's vector and changes in place. Returns the losses before each step,
+        the means over the micro-batches that came here, at the last stage; nothing elsewhere.
 
         Raises:
             NonFiniteLoss: one of them is not finite.
@@ -97,22 +124,56 @@ class Stage:
         return {name: tensor.clone() for name, tensor in zip(names, self.state[1:], strict=False)}
 
     def _gradient(self, step: int) -> Tensor:
-        """Leave the gradient over the micro-batches that come here in the replica; their mean loss, 0 but at the last stage."""
+        """Leave the gradient over the micro-batches that come here in the replica; their mean loss,
+        0 but at the last stage.
+        """
         routes, parts = self.pipeline.routes(self.run.seed, step), self.pipeline.micro_batches
-        whose = [int(np.flatnonzero(route[self.k] == self.me)[0]) for route in routes]  # whose micro-batch comes here
-        before = [self._rank(route[self.k - 1, q], self.k - 1) for route, q in zip(routes, whose, strict=True)] if self.k else []
-        after = [] if self.last else [self._rank(route[self.k + 1, q], self.k + 1) for route, q in zip(routes, whose, strict=True)]
+        whose = [
+            int(np.flatnonzero(route[self.k] == self.me)[0]) for route in routes
+        ]  # whose micro-batch comes here
+        before = (
+            [
+                self._rank(route[self.k - 1, q], self.k - 1)
+                for route, q in zip(routes, whose, strict=True)
+            ]
+            if self.k
+            else []
+        )
+        after = (
+            []
+            if self.last
+            else [
+                self._rank(route[self.k + 1, q], self.k + 1)
+                for route, q in zip(routes, whose, strict=True)
+            ]
+        )
         # Before anything is sent, so that no exchange is held up.
-        inputs = [self._receive(rank, self.boundaries[self.k - 1], FORWARD, j) for j, rank in enumerate(before)]
-        returns = [self._receive(rank, self.boundaries[self.k], BACKWARD, j) for j, rank in enumerate(after)]
+        inputs = [
+            self._receive(rank, self.boundaries[self.k - 1], FORWARD, j)
+            for j, rank in enumerate(before)
+        ]
+        returns = [
+            self._receive(rank, self.boundaries[self.k], BACKWARD, j)
+            for j, rank in enumerate(after)
+        ]
         self.replica.zero_gradient()
-        batches = {q: micro(self.task.batches(self.shards[q], step), parts) for q in set(whose)} if self.last or not self.k else {}
+        batches = (
+            {q: micro(self.task.batches(self.shards[q], step), parts) for q in set(whose)}
+            if self.last or not self.k
+            else {}
+        )
         total = torch.zeros(())
         entered: list[Tensor | None] = []
         left: list[Tensor] = []
         for j, q in enumerate(whose):
             seed_step(self.run.seed, self.shards[q], step * parts + j, self.device)
-            x = self._wait(inputs[j], before[j], f"micro-batch {j} of inner step {step}").requires_grad_() if self.k else None
+            x = (
+                self._wait(
+                    inputs[j], before[j], f"micro-batch {j} of inner step {step}"
+                ).requires_grad_()
+                if self.k
+                else None
+            )
             y = self._forward(x, batches[q][j] if q in batches else None)
             if self.last:
                 total += y.detach().cpu() / parts
@@ -124,10 +185,14 @@ class Stage:
             if self.last:
                 (left[j] / parts).backward()  # type: ignore[no-untyped-call]
             else:
-                gradient = self._wait(returns[j], after[j], f"gradient of micro-batch {j} of inner step {step}")
+                gradient = self._wait(
+                    returns[j], after[j], f"gradient of micro-batch {j} of inner step {step}"
+                )
                 torch.autograd.backward(left[j], gradient)
             if (x := entered[j]) is not None:
-                self._send(before[j], torch.zeros_like(x) if x.grad is None else x.grad, BACKWARD, j)
+                self._send(
+                    before[j], torch.zeros_like(x) if x.grad is None else x.grad, BACKWARD, j
+                )
         self.replica.collect()
         self._finish_sending()
         return total
@@ -141,16 +206,25 @@ class Stage:
             loss = loss_of(self.task, _Resumed(module, x), batch, self.device)
             check_loss(loss)
             return loss
-        with torch.autocast(self.device.type, self.task.autocast, enabled=self.task.autocast is not None):
+        with torch.autocast(
+            self.device.type, self.task.autocast, enabled=self.task.autocast is not None
+        ):
             y: Tensor = module(x)
         return y
 
     def _norm_of_replica(self, mine: Tensor) -> Tensor:
-        """The norm of my replica's whole gradient: squares are summed up on the way to stage 0, and the sum comes back."""
-        square, number = mine.detach().cpu().square().reshape(1), Boundary(torch.Size([1]), torch.float32)
+        """The norm of my replica's whole gradient: squares are summed up on the way to stage 0, and
+        the sum comes back.
+        """
+        square, number = (
+            mine.detach().cpu().square().reshape(1),
+            Boundary(torch.Size([1]), torch.float32),
+        )
         up, down = self._rank(self.me, self.k - 1), self._rank(self.me, self.k + 1)
         if not self.last:
-            square = square + self._wait(self._receive(down, number, NORM, 0), down, "norm of its gradient")
+            square = square + self._wait(
+                self._receive(down, number, NORM, 0), down, "norm of its gradient"
+            )
         if self.k:
             total = self._receive(up, number, NORM, 0)
             self._send(up, square, NORM, 0)
@@ -163,7 +237,9 @@ class Stage:
     # Messages
 
     def take_counts(self) -> tuple[int, int, int]:
-        """Messages, bytes, and bytes between regions that have been sent since this was asked last."""
+        """Messages, bytes, and bytes between regions that have been sent since this was asked
+        last.
+        """
         counts = self.messages, self.sent_bytes, self.slow_link_bytes
         self.messages, self.sent_bytes, self.slow_link_bytes = 0, 0, 0
         return counts
@@ -185,7 +261,9 @@ class Stage:
             work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise TrainingError(f"no {what} from {self._node(rank)} within {self.deadline_s:g} s: {reason}") from None
+            raise TrainingError(
+                f"no {what} from {self._node(rank)} within {self.deadline_s:g} s: {reason}"
+            ) from None
         return buffer.to(self.device)
 
     def _send(self, rank: int, tensor: Tensor, kind: int, j: int) -> None:
@@ -201,7 +279,9 @@ class Stage:
             try:
                 work.wait(timedelta(seconds=self.deadline_s))
             except RuntimeError as error:
-                raise TrainingError(f"a neighbour did not take a message in time: {str(error).splitlines()[0]}") from None
+                raise TrainingError(
+                    f"a neighbour did not take a message in time: {str(error).splitlines()[0]}"
+                ) from None
         self.sending = []
 
 
@@ -224,7 +304,9 @@ class _First(nn.Module):
 
 
 class _Resumed(nn.Module):
-    """What a task's loss takes for the model, at the last stage: the activations `x` have come from elsewhere."""
+    """What a task's loss takes for the model, at the last stage: the activations `x` have come from
+    elsewhere.
+    """
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         super().__init__()
@@ -249,7 +331,9 @@ def leaving(task: Task, module: nn.Module, batch: Batch, device: torch.device) -
 
 
 def boundaries(task: Task, seed: int, stages: int, batch: Batch) -> list[Boundary]:
-    """What passes behind each stage but the last, for a micro-batch like `batch`: found out with a model that is thrown away."""
+    """What passes behind each stage but the last, for a micro-batch like `batch`: found out with a
+    model that is thrown away.
+    """
     device, modules = torch.device("cpu"), cut(task.seeded_model(seed), stages)
     found = []
     with torch.no_grad():

@@ -1,7 +1,8 @@
-"""Who watches over the hosts of a live run: are they alive, how far are they, when are they saved, and is the run over.
+"""Who watches over the hosts of a live run: are they alive, how far are they, when are they saved,
+and is the run over.
 
-What belongs here: everything that nobody who has one actor can know. What does not: how a host is made (`ray_host.py`), what goes
-before a run and comes after it (`launch.py`).
+What belongs here: everything that nobody who has one actor can know. What does not: how a host is
+made (`ray_host.py`), what goes before a run and comes after it (`launch.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Now:
         loss: mean of the workers' last training losses; None before the first.
         tokens_per_s: absorbed, since the start; None where nothing is trained.
         idle: the part of their time that workers have not computed so far.
-        late: who is not there, or has been silent longest and what it does; None if nobody for more than a few ticks.
+        late: who is not there, or has been silent longest and what it does; None if nobody for more
+            than a few ticks.
     """
 
     inner_steps: int
@@ -103,7 +105,8 @@ class Evaluator:
                 continue
             if evaluation.loss is not None and not np.isfinite(evaluation.loss):
                 raise Diverged(
-                    f"the validation loss is {evaluation.loss} at {evaluation.time_s:.1f} s, after {evaluation.inner_steps:,} "
+                    f"the validation loss is {evaluation.loss} at {evaluation.time_s:.1f} s, after "
+                    f"{evaluation.inner_steps:,} "
                     "inner steps; try a lower learning rate, inner or outer"
                 )
             self.recorder.evaluations.append(evaluation)
@@ -114,13 +117,21 @@ class Evaluator:
             return evaluation
         torch.set_num_threads(1)
         self.parts = self.whole(
-            [torch.from_numpy(np.array(ray.get(snapshot.model, timeout=self.deadline_s))) for snapshot in snapshots]
+            [
+                torch.from_numpy(np.array(ray.get(snapshot.model, timeout=self.deadline_s)))
+                for snapshot in snapshots
+            ]
         )
         model = outer.mean(self.parts)
         if len(self.parts) > 1:
-            deviations = [(part - model)[: self.replica.layout.parameters].square().mean() for part in self.parts]
+            deviations = [
+                (part - model)[: self.replica.layout.parameters].square().mean()
+                for part in self.parts
+            ]
             evaluation.replica_std = float(torch.stack(deviations).mean().sqrt())
-            evaluation.replica_loss = float(np.mean([self.replica.evaluate(part)[0] for part in self.parts]))
+            evaluation.replica_loss = float(
+                np.mean([self.replica.evaluate(part)[0] for part in self.parts])
+            )
         [evaluation.loss] = self.replica.evaluate(model)
         return evaluation
 
@@ -136,8 +147,9 @@ class Died(TrainingError):
 class Watch:
     """Hosts that run, and what is known of them.
 
-    As long as nobody has been lost the model is evaluated at the rehearsed `marks`, where the holders have kept it; from then on
-    (`exact` is false) it is evaluated as it is when it is seen to have passed a mark of the plan.
+    As long as nobody has been lost the model is evaluated at the rehearsed `marks`, where the
+    holders have kept it; from then on (`exact` is false) it is evaluated as it is when it is seen
+    to have passed a mark of the plan.
 
     Attributes:
         setups: what the first host of each node was told.
@@ -152,12 +164,14 @@ class Watch:
         hosts, places: the Ray actor of each node that is there or being started, and its machine.
         followers: the other processes of workers that have several.
         runs, starting, saving, asked: calls that have not come back, and whose they are.
-        homeless: nodes that wait for a machine of their region, how they will begin there, and from which batch on.
+        homeless: nodes that wait for a machine of their region, how they will begin there, and from
+            which batch on.
         lives: of nodes that have been started again since this process has run.
         restarts: how often each node has been started again in the whole run.
         losses: of hosts, so far.
         lost_s: when the last one was lost.
-        not_finite: how often each worker's loss has not been finite, with no inner steps that it has finished in between.
+        not_finite: how often each worker's loss has not been finite, with no inner steps that it
+            has finished in between.
         warned: of whose updates it has been said that they are refused.
     """
 
@@ -219,7 +233,9 @@ class Watch:
 
     @property
     def inner_steps(self) -> int:
-        """Absorbed by the model that was evaluated last; one that a replica takes in stages is one."""
+        """Absorbed by the model that was evaluated last; one that a replica takes in stages is
+        one.
+        """
         return self._whole_steps(snapshot.absorbed for snapshot in self.final)
 
     # The beginning
@@ -240,7 +256,10 @@ class Watch:
         while self.starting:
             ready, late = ray.wait(list(self.starting), timeout=START_S)
             if not ready:
-                raise TrainingError(f"{listed([self.starting[ref] for ref in late])} did not start within {START_S:g} s")
+                raise TrainingError(
+                    f"{listed([self.starting[ref] for ref in late])} did not start within "
+                    f"{START_S:g} s"
+                )
             for ref in ready:
                 self._check(ref, self.starting[ref])
                 for text in ray.get(ref):
@@ -253,7 +272,9 @@ class Watch:
             meeting = Meeting(self.meeting_file(), 0, self.recipe.live.processes)
             self.followers[node] = make_followers(self.recipe, setup, self.places[node], meeting)
         peers = {peer: self.hosts[peer] for peer in self.peers[node] if peer in self.hosts}
-        self.starting[self.hosts[node].connect.remote(peers, meeting, self.followers.get(node, []))] = node
+        self.starting[
+            self.hosts[node].connect.remote(peers, meeting, self.followers.get(node, []))
+        ] = node
 
     def meeting_file(self) -> str:
         """A place where processes of one machine can meet, and nobody else can guess."""
@@ -263,11 +284,13 @@ class Watch:
     # While it goes on
 
     def run(self) -> str:
-        """Let all hosts run and watch them until a stop rule holds; its name. `final` then has the model to take home.
+        """Let all hosts run and watch them until a stop rule holds; its name. `final` then has the
+        model to take home.
 
         Raises:
             Diverged: a loss is not finite.
-            TrainingError: a host has failed, or has died or fallen silent once too often; or nothing happens any more.
+            TrainingError: a host has failed, or has died or fallen silent once too often; or
+                nothing happens any more.
         """
         self.started_s = time.perf_counter() - self.spent_s
         for node in self.hosts:
@@ -278,7 +301,9 @@ class Watch:
         stop = self.recipe.run
         while True:
             tick_s = TICK_S if self.exact else TICK_S / 5  # nobody says that a mark is passed
-            rest_s = tick_s if stop.seconds is None else max(0.0, min(tick_s, stop.seconds - self.now))
+            rest_s = (
+                tick_s if stop.seconds is None else max(0.0, min(tick_s, stop.seconds - self.now))
+            )
             reached = reached if self.exact else []
             ended = self._wait([*self.runs, *self.starting, *self.saving, *reached], rest_s)
             for ref in ended:
@@ -289,9 +314,18 @@ class Watch:
             self.progress(self._report())
             self._evaluate_marks()
             last = self.evaluator.collect(wait=stop.target_loss is not None and not reached)
-            if stop.target_loss is not None and last and last.loss is not None and last.loss <= stop.target_loss:
+            if (
+                stop.target_loss is not None
+                and last
+                and last.loss is not None
+                and last.loss <= stop.target_loss
+            ):
                 return "target_loss"
-            if self.inner_steps >= self.planned if not self.exact else self.evaluated == len(self.marks):
+            if (
+                self.inner_steps >= self.planned
+                if not self.exact
+                else self.evaluated == len(self.marks)
+            ):
                 return "steps"
             if stop.seconds is not None and self.now >= stop.seconds:
                 self.take_home_now()
@@ -300,18 +334,28 @@ class Watch:
             self._check_deadline()
 
     def ask(self) -> None:
-        """Ask all hosts how things stand, but those that still owe an answer, and note what is said within a tick."""
+        """Ask all hosts how things stand, but those that still owe an answer, and note what is said
+        within a tick.
+        """
         silent = set(self.asked.values())
-        # What it has kept at marks is needed no more once it has been evaluated, or marks do not count any more.
+        # What it has kept at marks is needed no more once it has been evaluated, or marks do not
+        # count any more.
         needless = self.evaluated if self.exact else len(self.marks)
-        self.asked |= {self.hosts[node].status.remote(needless): node for node in self.runs.values() if node not in silent}
+        self.asked |= {
+            self.hosts[node].status.remote(needless): node
+            for node in self.runs.values()
+            if node not in silent
+        }
         for ref in self._wait(list(self.asked), TICK_S, everything=True):
             node = self.asked.pop(ref)
             with suppress(ray.exceptions.RayError):  # its run says so too
                 self.statuses[node] = status = ray.get(ref)
                 self.answered_s[node] = self.now
                 for sender in status.refused.keys() - self.warned:
-                    warnings.warn(f"{node} refuses an update of {sender}: not finite, or absurdly large", stacklevel=2)
+                    warnings.warn(
+                        f"{node} refuses an update of {sender}: not finite, or absurdly large",
+                        stacklevel=2,
+                    )
                 self.warned |= status.refused.keys()
 
     def _wait(self, refs: list[Any], timeout_s: float, *, everything: bool = False) -> list[Any]:
@@ -323,7 +367,9 @@ class Watch:
         return list(ready)
 
     def _came_back(self, ref: Any) -> None:
-        """A call is over: a host's run, which only ends so early if something is wrong; its start; or its saving."""
+        """A call is over: a host's run, which only ends so early if something is wrong; its start;
+        or its saving.
+        """
         if ref in self.runs:
             self._examine(ref, self.runs[ref])
         elif ref in self.starting:
@@ -350,7 +396,9 @@ class Watch:
         else:
             between = max(1, self.planned // self.recipe.run.evaluations)
             absorbed = self._whole_steps(self.statuses[node].absorbed for node in self.holders)
-            before = [evaluation.inner_steps for evaluation in self.evaluator.recorder.evaluations[-1:]]  # of a run that goes on
+            before = [
+                evaluation.inner_steps for evaluation in self.evaluator.recorder.evaluations[-1:]
+            ]  # of a run that goes on
             passed = max(self.inner_steps, *before, 0)
             if absorbed >= min(self.planned, (passed // between + 1) * between):
                 self.take_home_now()
@@ -362,14 +410,18 @@ class Watch:
             self.evaluated += 1
 
     def take_home_now(self) -> None:
-        """Have the model evaluated, and taken home, as it is at this moment; as it was last if nobody holds it now."""
+        """Have the model evaluated, and taken home, as it is at this moment; as it was last if
+        nobody holds it now.
+        """
         if self.exact:
             self._evaluate_kept()
         refs = {self.hosts[node].snapshot.remote(): node for node in self.holders}
         ready = self._wait(list(refs), self.deadline_s, everything=True)
         if self.exact and len(ready) < len(refs):
             late = listed([node for ref, node in refs.items() if ref not in ready])
-            raise TrainingError(f"{late} did not give its model within {self.deadline_s:g} s (live.deadline_s)")
+            raise TrainingError(
+                f"{late} did not give its model within {self.deadline_s:g} s (live.deadline_s)"
+            )
         snapshots = []
         for ref in ready:
             with suppress(ray.exceptions.RayError):  # its run says so too
@@ -380,13 +432,22 @@ class Watch:
     def _evaluate(self, snapshots: list[Snapshot]) -> None:
         self.final = snapshots
         first = not self.inner_steps
-        if not first:  # what a host had counted since its last save is lost with it, and a total does not fall
-            self.sent_bytes = max(self.sent_bytes, sum(status.sent_bytes for status in self.statuses.values()))
-            self.slow_link_bytes = max(self.slow_link_bytes, sum(status.slow_link_bytes for status in self.statuses.values()))
+        if (
+            not first
+        ):  # what a host had counted since its last save is lost with it, and a total does not fall
+            self.sent_bytes = max(
+                self.sent_bytes, sum(status.sent_bytes for status in self.statuses.values())
+            )
+            self.slow_link_bytes = max(
+                self.slow_link_bytes,
+                sum(status.slow_link_bytes for status in self.statuses.values()),
+            )
         evaluation = Evaluation(
             time_s=max(snapshot.time_s for snapshot in snapshots),
             inner_steps=self.inner_steps,
-            tokens=None if self.tokens_per_step is None else self.inner_steps * self.tokens_per_step,
+            tokens=None
+            if self.tokens_per_step is None
+            else self.inner_steps * self.tokens_per_step,
             outer_steps=snapshots[0].outer_steps,
             sent_bytes=0 if first else round(self.sent_bytes),
             slow_link_bytes=0 if first else round(self.slow_link_bytes),
@@ -399,7 +460,8 @@ class Watch:
     # When something is wrong
 
     def _examine(self, ref: Any, node: NodeId) -> bool:
-        """Whether a call has come back well. If its host has died, or its loss is not finite, it is started again.
+        """Whether a call has come back well. If its host has died, or its loss is not finite, it is
+        started again.
 
         Raises:
             UserError, TrainingError: that would not help; or has not, as often as it may.
@@ -408,7 +470,8 @@ class Watch:
             self._check(ref, node)
         except (Died, NotFinite) as error:
             if isinstance(error, NotFinite):
-                # A loss that it has said since it was started is one of inner steps that it has finished.
+                # A loss that it has said since it was started is one of inner steps that it has
+                # finished.
                 finished = node in self.statuses and self.statuses[node].loss is not None
                 count = self.not_finite[node] = 1 if finished else self.not_finite.get(node, 0) + 1
                 if self.recipe.run.strict or count == NOT_FINITE:
@@ -426,32 +489,56 @@ class Watch:
             ray.get(ref)
         except ray.exceptions.RayActorError as error:
             reason = " ".join(str(error).split())[:80]
-            raise Died(f"{self._who(node)} died; {self._last_words(node)}; Ray says: {reason}") from None
+            raise Died(
+                f"{self._who(node)} died; {self._last_words(node)}; Ray says: {reason}"
+            ) from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, (UserError, TrainingError)):
                 raise error.cause from None
-            raise TrainingError(f"{self._who(node)} failed: {type(error.cause).__name__}: {error.cause}") from None
+            raise TrainingError(
+                f"{self._who(node)} failed: {type(error.cause).__name__}: {error.cause}"
+            ) from None
 
     def _check_deadline(self) -> None:
         for node in list(self.runs.values()):
             silent_s = self.now - self.answered_s[node]
             if silent_s > self.deadline_s:
-                silent = f"has not answered for {silent_s:.0f} s (live.deadline_s = {self.deadline_s:g})"
-                self._lose(node, TrainingError(f"{self._who(node)} {silent}; {self._last_words(node)}"), "restart")
+                silent = (
+                    f"has not answered for {silent_s:.0f} s (live.deadline_s = {self.deadline_s:g})"
+                )
+                self._lose(
+                    node,
+                    TrainingError(f"{self._who(node)} {silent}; {self._last_words(node)}"),
+                    "restart",
+                )
         for node in list(self.starting.values()):
             if self.now - self.answered_s[node] > START_S:
-                self._lose(node, TrainingError(f"{self._who(node)} did not start within {START_S:g} s"), "restart")
+                self._lose(
+                    node,
+                    TrainingError(f"{self._who(node)} did not start within {START_S:g} s"),
+                    "restart",
+                )
         statuses = self.statuses
-        quiet_s = min((status.quiet_s for status in statuses.values()), default=self.now - self.lost_s)
+        quiet_s = min(
+            (status.quiet_s for status in statuses.values()), default=self.now - self.lost_s
+        )
         if self.starting or len(statuses) < len(self.runs) or quiet_s <= self.deadline_s:
             return
-        doing = [f"{node} is lost, and no machine of region {node.region!r} is there" for node in self.homeless]
+        doing = [
+            f"{node} is lost, and no machine of region {node.region!r} is there"
+            for node in self.homeless
+        ]
         doing += [f"{node} {status.doing}" for node, status in statuses.items()]
         more = f" and {len(doing) - 8} more" if len(doing) > 8 else ""
-        raise TrainingError(f"nothing has happened for {self.deadline_s:g} s (live.deadline_s): {'; '.join(doing[:8])}{more}")
+        raise TrainingError(
+            f"nothing has happened for {self.deadline_s:g} s (live.deadline_s): "
+            f"{'; '.join(doing[:8])}{more}"
+        )
 
     def _lose(self, node: NodeId, why: Exception, begins: Beginning, batch: int = 0) -> None:
-        """A host is lost: end what is left of it, tell the others, and start it again, from `batch` on at least."""
+        """A host is lost: end what is left of it, tell the others, and start it again, from `batch`
+        on at least.
+        """
         if self.exact:
             self._evaluate_kept()
         for process in [self.hosts.pop(node), *self.followers.pop(node, [])]:
@@ -465,16 +552,23 @@ class Watch:
         self.lost_s = self.now
         before = self.restarts.get(node, 0)
         if before >= self.recipe.live.max_restarts or self.recipe.pipeline.stages > 1:
-            again = f"; it has been started again {before} times (live.max_restarts)" if before else ""
+            again = (
+                f"; it has been started again {before} times (live.max_restarts)" if before else ""
+            )
             raise (Diverged if isinstance(why, Diverged) else TrainingError)(f"{why}{again}")
-        warnings.warn(f"{why}; it is started again (live.max_restarts = {self.recipe.live.max_restarts})", stacklevel=2)
+        warnings.warn(
+            f"{why}; it is started again (live.max_restarts = {self.recipe.live.max_restarts})",
+            stacklevel=2,
+        )
         self.restarts[node] = before + 1
         self._tell_others(News(node))
         self.homeless[node] = begins, batch
         self._house()
 
     def _house(self) -> None:
-        """Start those again that have a machine to live on: their own, or another one of their region."""
+        """Start those again that have a machine to live on: their own, or another one of their
+        region.
+        """
         if not self.homeless:
             return
         found = machines()
@@ -483,7 +577,9 @@ class Watch:
         for node, (begins, batch) in list(self.homeless.items()):
             here = [machine for machine in found if machine.id == self.places[node].id]
             try:
-                self.places |= place([node], workers, here or found, live.gpu_fraction * live.processes, self.address)
+                self.places |= place(
+                    [node], workers, here or found, live.gpu_fraction * live.processes, self.address
+                )
             except UserError:  # there is none now
                 continue
             del self.homeless[node]
@@ -495,7 +591,9 @@ class Watch:
                 batch=batch,
                 life=self.lives[node],
                 lives={other: life for other, life in self.lives.items() if other != node},
-                gone=tuple(other for other in self.setups if other not in running and other != node),
+                gone=tuple(
+                    other for other in self.setups if other not in running and other != node
+                ),
                 losses=self.losses,
             )
             self.hosts[node] = make_host(self.recipe, setup, self.places[node])
@@ -515,7 +613,9 @@ class Watch:
         if node not in self.statuses:
             return "it had not said anything yet"
         status = self.statuses[node]
-        return f"last words, at {status.time_s:.1f} s: {status.doing}, {status.events:,} events so far"
+        return (
+            f"last words, at {status.time_s:.1f} s: {status.doing}, {status.events:,} events so far"
+        )
 
     # Saving
 
@@ -528,12 +628,16 @@ class Watch:
             case None:
                 return
         busy = set(self.saving.values())
-        self.saving |= {self.hosts[node].save.remote(): node for node in self.runs.values() if node not in busy}
+        self.saving |= {
+            self.hosts[node].save.remote(): node for node in self.runs.values() if node not in busy
+        }
         self._save_own()
         self._plan_next_save()
 
     def _saved_by(self) -> int:
-        return (self.tokens_per_step or 0) * self._whole_steps(status.absorbed for status in self.statuses.values() if status.holds)
+        return (self.tokens_per_step or 0) * self._whole_steps(
+            status.absorbed for status in self.statuses.values() if status.holds
+        )
 
     def _plan_next_save(self) -> None:
         match self.every:
@@ -543,7 +647,9 @@ class Watch:
                 self.next_save = self.now + seconds
 
     def save_all(self) -> None:
-        """Have all hosts saved before the run is stopped, and warn of those that are not within the deadline."""
+        """Have all hosts saved before the run is stopped, and warn of those that are not within the
+        deadline.
+        """
         if self.every is None:
             return
         refs = {self.hosts[node].save.remote(): node for node in self.runs.values()}
@@ -553,7 +659,9 @@ class Watch:
                 ray.get(ref)
         if late := [node for ref, node in refs.items() if ref not in ready]:
             warnings.warn(
-                f"{listed(late)} had not ended its inner steps after {self.deadline_s:g} s, and is not saved", stacklevel=2
+                f"{listed(late)} had not ended its inner steps after {self.deadline_s:g} s, and is "
+                "not saved",
+                stacklevel=2,
             )
         self.evaluator.collect(wait=True)
         self._save_own()
@@ -564,10 +672,15 @@ class Watch:
             return
         evaluations = self.evaluator.recorder.evaluations
         state = {
-            "number": self.number, "time_s": self.now, "evaluations": evaluations, "restarts": self.restarts,
+            "number": self.number,
+            "time_s": self.now,
+            "evaluations": evaluations,
+            "restarts": self.restarts,
             "saves": self.saves,
-        }  # fmt: skip
-        checkpoint.save(self.folder, self.saves, state, Surroundings({}), self.recipe.to_yaml(), self.every)
+        }
+        checkpoint.save(
+            self.folder, self.saves, state, Surroundings({}), self.recipe.to_yaml(), self.every
+        )
         self.saves += 1
 
     # The end
@@ -587,9 +700,14 @@ class Watch:
         return records
 
     def end(self) -> None:
-        """End all hosts, whatever they are doing. They know each other, so Ray would keep them for as long as the cluster runs."""
+        """End all hosts, whatever they are doing. They know each other, so Ray would keep them for
+        as long as the cluster runs.
+        """
         self.evaluator.thread.shutdown(wait=False, cancel_futures=True)
-        for process in [*self.hosts.values(), *(follower for group in self.followers.values() for follower in group)]:
+        for process in [
+            *self.hosts.values(),
+            *(follower for group in self.followers.values() for follower in group),
+        ]:
             ray.kill(process)
         for path in self.files:
             path.unlink(missing_ok=True)
@@ -597,11 +715,21 @@ class Watch:
     # For the terminal
 
     def _report(self) -> Now:
-        workers = [worker.id for worker in self.recipe.topology.workers if worker.id in self.statuses]
+        workers = [
+            worker.id for worker in self.recipe.topology.workers if worker.id in self.statuses
+        ]
         losses = [loss for worker in workers if (loss := self.statuses[worker].loss) is not None]
-        absorbed = min(self.planned, self._whole_steps(status.absorbed for status in self.statuses.values()))
-        quiet_s, slowest = max(((status.quiet_s, node) for node, status in self.statuses.items()), default=(0.0, None))
-        late = None if slowest is None or quiet_s < 5 * TICK_S else f"{slowest} {self.statuses[slowest].doing}"
+        absorbed = min(
+            self.planned, self._whole_steps(status.absorbed for status in self.statuses.values())
+        )
+        quiet_s, slowest = max(
+            ((status.quiet_s, node) for node, status in self.statuses.items()), default=(0.0, None)
+        )
+        late = (
+            None
+            if slowest is None or quiet_s < 5 * TICK_S
+            else f"{slowest} {self.statuses[slowest].doing}"
+        )
         for node in self.starting.values():
             late = f"{node} is being started again"
         for node in self.homeless:
@@ -612,6 +740,9 @@ class Watch:
             self.now,
             float(np.mean(losses)) if losses else None,
             self.tokens_per_step and absorbed * self.tokens_per_step / self.now,
-            {worker: max(0.0, 1 - self.statuses[worker].compute_s / self.statuses[worker].time_s) for worker in workers},
+            {
+                worker: max(0.0, 1 - self.statuses[worker].compute_s / self.statuses[worker].time_s)
+                for worker in workers
+            },
             late,
         )

@@ -1,8 +1,9 @@
 """One file a method; the file's name is its name on the command line.
 
-A file here imports `actor`, `vector`, `outer`, `parameter_server` and `collective` and nothing else of this package. It offers
-`Config`, the method's settings with the published values as defaults, and `build`, which makes the actors. A new file is a new
-method: nothing is registered, and a method of your own can lie anywhere and go by its path, `my_method.py`.
+A file here imports `actor`, `vector`, `outer`, `parameter_server` and `collective` and nothing else
+of this package. It offers `Config`, the method's settings with the published values as defaults,
+and `build`, which makes the actors. A new file is a new method: nothing is registered, and a method
+of your own can lie anywhere and go by its path, `my_method.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): many local steps, then an all-reduce of the displacement.
+"""DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): many local steps, then an all-reduce of
+the displacement.
 
-Every round all workers start from the same θ and take H inner steps (line 4-8); the outer gradient is the mean of
-`θ_start − θ_i` (line 12); the outer optimizer is SGD with Nesterov momentum (line 14). A round lasts as long as its slowest worker
-plus the all-reduce. With `dynamic_steps` slower workers take fewer steps (DynUpd in HALoS, arXiv 2506.04531).
+Every round all workers start from the same θ and take H inner steps (line 4-8); the outer gradient
+is the mean of `θ_start − θ_i` (line 12); the outer optimizer is SGD with Nesterov momentum (line
+14). A round lasts as long as its slowest worker plus the all-reduce. With `dynamic_steps` slower
+workers take fewer steps (DynUpd in HALoS, arXiv 2506.04531).
 
-Who comes and goes is the business of `collective.py`: who is lost is in the mean no longer, a newcomer gets θ and the momentum.
+Who comes and goes is the business of `collective.py`: who is lost is in the mean no longer, a
+newcomer gets θ and the momentum.
 
 Defaults are those of HALoS' comparison: H = 32, outer lr 0.7, momentum 0.9.
 """
@@ -15,7 +18,17 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from archipel.actor import Context, Message, MethodConfig, NodeId, Reduced, Start, Trained, Vector, World
+from archipel.actor import (
+    Context,
+    Message,
+    MethodConfig,
+    NodeId,
+    Reduced,
+    Start,
+    Trained,
+    Vector,
+    World,
+)
 from archipel.collective import Member
 from archipel.outer import Nesterov, nesterov
 from archipel.vector import outer_gradient
@@ -25,14 +38,20 @@ class Config(MethodConfig):
     """DiLoCo's settings."""
 
     inner_steps: int = Field(32, ge=1, description="H: inner steps of a worker in one round")
-    dynamic_steps: bool = Field(False, description="slower workers take fewer inner steps, so that all finish together")
+    dynamic_steps: bool = Field(
+        False, description="slower workers take fewer inner steps, so that all finish together"
+    )
     outer_lr: float = Field(0.7, gt=0, description="learning rate of the outer step")
-    outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer step")
+    outer_momentum: float = Field(
+        0.9, ge=0, lt=1, description="Nesterov momentum of the outer step"
+    )
 
 
 @dataclass(kw_only=True)
 class Worker(Member):
-    """`steps` are my inner steps in a round, `steps_of` those of each worker, `round_steps` those of all together."""
+    """`steps` are my inner steps in a round, `steps_of` those of each worker, `round_steps` those
+    of all together.
+    """
 
     outer: Nesterov
     steps: int
@@ -45,13 +64,23 @@ class Worker(Member):
                 self.begin(ctx)
             case Trained(theta=theta):
                 if self.computed(ctx):
-                    ctx.all_reduce(self.group, outer_gradient(self.theta, theta, len(self.outer.velocity)), self.number)
+                    ctx.all_reduce(
+                        self.group,
+                        outer_gradient(self.theta, theta, len(self.outer.velocity)),
+                        self.number,
+                    )
             case Reduced(mean=gradient, group=group, round=self.number, refused=refused):
-                if len(refused) < len(group):  # else the mean is nobody's, and there is no step in this round
+                if len(refused) < len(
+                    group
+                ):  # else the mean is nobody's, and there is no step in this round
                     self.outer.step(self.theta, gradient)
                 self.agree(group)
                 whole = group is self.everybody and not refused
-                self.progress += self.round_steps if whole else sum(self.steps_of[node] for node in group if node not in refused)
+                self.progress += (
+                    self.round_steps
+                    if whole
+                    else sum(self.steps_of[node] for node in group if node not in refused)
+                )
                 self.next_round(ctx)
             case _:
                 self.upon_membership(message, sender, ctx)

@@ -1,25 +1,30 @@
-"""HALoS (Kim et al., arXiv 2506.04531, ICML 2025): workers talk to a server in their region, regional servers to a global one.
+"""HALoS (Kim et al., arXiv 2506.04531, ICML 2025): workers talk to a server in their region,
+regional servers to a global one.
 
-- A **worker** gets θ from its local server, takes its H inner steps, sends the displacement, gets the newest θ.
-- A **local server** applies each displacement at once and answers at once: no worker ever waits for the slow water between
-  regions. When it has applied K of them since its last merge, it sends what they add up to on to the global server.
+- A **worker** gets θ from its local server, takes its H inner steps, sends the displacement, gets
+  the newest θ.
+- A **local server** applies each displacement at once and answers at once: no worker ever waits for
+  the slow water between regions. When it has applied K of them since its last merge, it sends what
+  they add up to on to the global server.
 - The **global server** applies that and answers with the new global model.
 - Upon that model a local server blends it into its own: θ ← (1 − w)·θ + w·Θ.
 
-Both kinds of server use delayed Nesterov momentum. Exactly one report of a local server is in flight at a time.
+Both kinds of server use delayed Nesterov momentum. Exactly one report of a local server is in
+flight at a time.
 
-Deviation, on request: the updates that a local server applies while its report is in flight are kept in its own model
-but are part of no report, in the authors' code and with `report_since: merge`. The paper can be read otherwise; with
-`report_since: send` the next report starts where the last one ended (the merge then moves the starting point by as
-much as it moves the model).
+Deviation, on request: the updates that a local server applies while its report is in flight are
+kept in its own model but are part of no report, in the authors' code and with `report_since:
+merge`. The paper can be read otherwise; with `report_since: send` the next report starts where the
+last one ended (the merge then moves the starting point by as much as it moves the model).
 
-When something is lost: a report that is lost is not sent again, for nobody knows whether it was applied. A server that is there
-again sends its model to all that it serves, and a local server blends it in like an answer. A local server that restarts
-begins a new report, since its save may hold updates that it has reported already. A report that is refused is answered like
-any other: what was in it is in the local model alone.
+When something is lost: a report that is lost is not sent again, for nobody knows whether it was
+applied. A server that is there again sends its model to all that it serves, and a local server
+blends it in like an answer. A local server that restarts begins a new report, since its save may
+hold updates that it has reported already. A report that is refused is answered like any other: what
+was in it is in the local model alone.
 
-Defaults are those the authors chose by sweep on a 70M model; H = 8 is their script's, the paper's table has 32. The
-learning rates are 0.15 · 2 and 0.2 · 16: their scripts multiply by the buffer.
+Defaults are those the authors chose by sweep on a 70M model; H = 8 is their script's, the paper's
+table has 32. The learning rates are 0.15 · 2 and 0.2 · 16: their scripts multiply by the buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +35,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from archipel.actor import Actor, Context, Joined, Message, MethodConfig, NodeId, Refused, Start, Vector, World
+from archipel.actor import (
+    Actor,
+    Context,
+    Joined,
+    Message,
+    MethodConfig,
+    NodeId,
+    Refused,
+    Start,
+    Vector,
+    World,
+)
 from archipel.outer import DelayedNesterov, delayed_nesterov
 from archipel.parameter_server import Delta, Model, Worker
 from archipel.vector import outer_gradient
@@ -39,28 +55,58 @@ from archipel.vector import outer_gradient
 class Config(MethodConfig):
     """HALoS' settings."""
 
-    inner_steps: int = Field(8, ge=1, description="H: inner steps of the fastest worker between two exchanges")
-    dynamic_steps: bool = Field(True, description="slower workers take fewer inner steps, so that all finish together")
-    accumulate: int = Field(32, ge=1, description="K: worker updates that a local server applies before it reports")
-    merge_weight: float = Field(0.25, ge=0, le=1, description="weight of the arriving global model at a local server; 1 overwrites")
-    report_since: Literal["merge", "send"] = Field("merge", description="where a report's displacement starts")
-    local_lr: float = Field(3.2, gt=0, description="learning rate of local servers; one arrival moves by local_lr / local_buffer")
-    local_momentum: float = Field(0.9, ge=0, lt=1, description="β_l: momentum of local servers")
-    local_buffer: int = Field(16, ge=1, description="arrivals between two refreshes of a local server's momentum")
-    global_lr: float = Field(
-        0.3, gt=0, description="learning rate of the global server; one arrival moves by global_lr / global_buffer"
+    inner_steps: int = Field(
+        8, ge=1, description="H: inner steps of the fastest worker between two exchanges"
     )
-    global_momentum: float = Field(0.5, ge=0, lt=1, description="β_g: momentum of the global server")
-    global_buffer: int = Field(2, ge=1, description="arrivals between two refreshes of the global server's momentum")
-    workers_per_server: int | None = Field(None, ge=1, description="workers of a region under one local server; null: all of them")
+    dynamic_steps: bool = Field(
+        True, description="slower workers take fewer inner steps, so that all finish together"
+    )
+    accumulate: int = Field(
+        32, ge=1, description="K: worker updates that a local server applies before it reports"
+    )
+    merge_weight: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="weight of the arriving global model at a local server; 1 overwrites",
+    )
+    report_since: Literal["merge", "send"] = Field(
+        "merge", description="where a report's displacement starts"
+    )
+    local_lr: float = Field(
+        3.2,
+        gt=0,
+        description="learning rate of local servers; one arrival moves by local_lr / local_buffer",
+    )
+    local_momentum: float = Field(0.9, ge=0, lt=1, description="β_l: momentum of local servers")
+    local_buffer: int = Field(
+        16, ge=1, description="arrivals between two refreshes of a local server's momentum"
+    )
+    global_lr: float = Field(
+        0.3,
+        gt=0,
+        description="learning rate of the global server; one arrival moves by global_lr / "
+        "global_buffer",
+    )
+    global_momentum: float = Field(
+        0.5, ge=0, lt=1, description="β_g: momentum of the global server"
+    )
+    global_buffer: int = Field(
+        2, ge=1, description="arrivals between two refreshes of the global server's momentum"
+    )
+    workers_per_server: int | None = Field(
+        None, ge=1, description="workers of a region under one local server; null: all of them"
+    )
 
 
 @dataclass(kw_only=True)
 class LocalServer(Actor):
-    """`base` is where the next report's displacement starts; `merged_at` counts the updates up to the last merge.
+    """`base` is where the next report's displacement starts; `merged_at` counts the updates up to
+    the last merge.
 
-    `progress` is what the global server said last. `unreported` and `in_flight` are the inner steps applied here that the global
-    server has not been told of, and those it is being told of: together they are the best guess at the common progress.
+    `progress` is what the global server said last. `unreported` and `in_flight` are the inner steps
+    applied here that the global server has not been told of, and those it is being told of:
+    together they are the best guess at the common progress.
     """
 
     config: Config
@@ -78,7 +124,9 @@ class LocalServer(Actor):
         match message:
             case Start():
                 self.answer(self.workers, ctx)
-            case Delta(gradient=gradient, steps=steps):  # from a worker: apply at once, answer at once
+            case Delta(
+                gradient=gradient, steps=steps
+            ):  # from a worker: apply at once, answer at once
                 self.outer.step(self.theta, gradient)
                 self.local_updates += 1
                 self.unreported += steps
@@ -87,7 +135,9 @@ class LocalServer(Actor):
                 self.answer((sender,), ctx)
             case Refused():
                 self.answer((sender,), ctx)
-            case Model(theta=theta, progress=progress):  # from the global server: blend, do not overwrite
+            case Model(
+                theta=theta, progress=progress
+            ):  # from the global server: blend, do not overwrite
                 self.merge(theta)
                 self.progress, self.in_flight = progress, 0
             case Joined(node=self.me):
@@ -99,10 +149,15 @@ class LocalServer(Actor):
 
     def answer(self, workers: Iterable[NodeId], ctx: Context) -> None:
         for worker in workers:
-            ctx.send(worker, Model(self.theta.clone(), self.progress + self.in_flight + self.unreported))
+            ctx.send(
+                worker, Model(self.theta.clone(), self.progress + self.in_flight + self.unreported)
+            )
 
     def report(self, ctx: Context) -> None:
-        ctx.send(self.global_server, Delta(outer_gradient(self.base, self.theta, len(self.outer.velocity)), self.unreported))
+        ctx.send(
+            self.global_server,
+            Delta(outer_gradient(self.base, self.theta, len(self.outer.velocity)), self.unreported),
+        )
         self.unreported, self.in_flight = 0, self.unreported
         if self.config.report_since == "send":
             self.base = self.theta.clone()
@@ -156,7 +211,9 @@ class GlobalServer(Actor):
 
 
 def build(config: Config, world: World, theta: Vector) -> list[Actor]:
-    """The global server in the first region, the local servers of every region, and one actor a worker."""
+    """The global server in the first region, the local servers of every region, and one actor a
+    worker.
+    """
     steps = world.inner_steps(config.inner_steps, dynamic=config.dynamic_steps)
 
     def delayed(lr: float, momentum: float, buffer: int) -> DelayedNesterov:
@@ -180,7 +237,10 @@ def build(config: Config, world: World, theta: Vector) -> list[Actor]:
                 global_server=global_id,
             )
             local_servers.append(server)
-            workers += [Worker(me=me, server=server.me, steps=steps[me], parameters=world.parameters) for me in group]
+            workers += [
+                Worker(me=me, server=server.me, steps=steps[me], parameters=world.parameters)
+                for me in group
+            ]
     global_server = GlobalServer(
         me=global_id,
         theta=theta.clone(),

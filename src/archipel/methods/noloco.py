@@ -1,20 +1,26 @@
-"""NoLoCo (Kolehmainen et al., arXiv 2506.10911): every worker now and then averages with one random peer.
+"""NoLoCo (Kolehmainen et al., arXiv 2506.10911): every worker now and then averages with one random
+peer.
 
-There is no collective, no server and no coordinator. Outer step t of a worker: m inner steps from its slow weights φ
-give its fast weights θ and Δ = θ − φ; a permutation drawn from the shared seed and t splits all workers into groups
-of n; the members send each other φ and Δ, and each one takes the step of `outer.gossip` and goes on from its new φ.
+There is no collective, no server and no coordinator. Outer step t of a worker: m inner steps from
+its slow weights φ give its fast weights θ and Δ = θ − φ; a permutation drawn from the shared seed
+and t splits all workers into groups of n; the members send each other φ and Δ, and each one takes
+the step of `outer.gossip` and goes on from its new φ.
 
-Two workers may be many outer steps apart: a message says which step it belongs to, and one that comes early is kept. Where n does
-not divide the number of workers, the last group is smaller; a worker left over alone steps alone.
+Two workers may be many outer steps apart: a message says which step it belongs to, and one that
+comes early is kept. Where n does not divide the number of workers, the last group is smaller; a
+worker left over alone steps alone.
 
-When a peer is lost, the rest of its group steps without it, if need be alone. A worker that comes (back) takes φ and the outer step
-from one peer, if that one is further, and starts without momentum. Nobody has to agree on who takes part: whoever gets the
-exchange of an outer step that it has taken already, or takes without the sender, answers `Passed`, and is not waited for.
+When a peer is lost, the rest of its group steps without it, if need be alone. A worker that comes
+(back) takes φ and the outer step from one peer, if that one is further, and starts without
+momentum. Nobody has to agree on who takes part: whoever gets the exchange of an outer step that it
+has taken already, or takes without the sender, answers `Passed`, and is not waited for.
 
-A worker's own exchange comes to it as a message too, so that an engine can refuse it like anybody's. The outer step is then taken
-as if its inner steps had not moved it. Else a bad one would be in its φ, and so in the mean of all replicas.
+A worker's own exchange comes to it as a message too, so that an engine can refuse it like
+anybody's. The outer step is then taken as if its inner steps had not moved it. Else a bad one would
+be in its φ, and so in the mean of all replicas.
 
-Defaults are published (α = 0.5, β = 0.7, n = 2, m = 50). The paper does not print γ; 0.7 is what its code uses.
+Defaults are published (α = 0.5, β = 0.7, n = 2, m = 50). The paper does not print γ; 0.7 is what
+its code uses.
 """
 
 from __future__ import annotations
@@ -49,8 +55,13 @@ from archipel.vector import outer_gradient
 class Config(MethodConfig):
     """NoLoCo's settings."""
 
-    inner_steps: int = Field(50, ge=1, description="m: inner steps of a worker between two exchanges")
-    dynamic_steps: bool = Field(False, description="slower workers take fewer inner steps; a group waits for its slowest member")
+    inner_steps: int = Field(
+        50, ge=1, description="m: inner steps of a worker between two exchanges"
+    )
+    dynamic_steps: bool = Field(
+        False,
+        description="slower workers take fewer inner steps; a group waits for its slowest member",
+    )
     group_size: int = Field(2, ge=1, description="n: workers that average together; 1: nobody does")
     alpha: float = Field(0.5, ge=0, lt=1, description="α: outer momentum")
     beta: float = Field(0.7, gt=0, description="β: outer learning rate")
@@ -59,7 +70,9 @@ class Config(MethodConfig):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Exchange(Update):
-    """Between the members of a group: the outer gradient φ − θ of the sender's inner steps, and its slow weights φ."""
+    """Between the members of a group: the outer gradient φ − θ of the sender's inner steps, and its
+    slow weights φ.
+    """
 
     phi: Vector
     outer_step: int
@@ -90,10 +103,13 @@ class Worker(Actor):
     """One worker.
 
     Attributes:
-        inbox: exchanges of this outer step and later ones, by outer step and sender; None: that one was refused.
-        partners: with whom I exchange in this outer step, me among them, in rank order; None until my inner steps are done.
+        inbox: exchanges of this outer step and later ones, by outer step and sender; None: that one
+            was refused.
+        partners: with whom I exchange in this outer step, me among them, in rank order; None until
+            my inner steps are done.
         away: peers that are lost.
-        asked: whom I have asked where it is, since I have come (back); I am in no outer step until it answers.
+        asked: whom I have asked where it is, since I have come (back); I am in no outer step until
+            it answers.
     """
 
     config: Config
@@ -112,15 +128,19 @@ class Worker(Actor):
             case Start():
                 self.train(ctx)
             case Trained(theta=theta):
-                exchange = Exchange(outer_gradient(self.phi, theta, len(self.velocity)), self.phi.clone(), self.outer_steps)
+                exchange = Exchange(
+                    outer_gradient(self.phi, theta, len(self.velocity)),
+                    self.phi.clone(),
+                    self.outer_steps,
+                )
                 self.partners = tuple(member for member in self.group() if member not in self.away)
                 for peer in self.partners:
                     if peer != self.me:
                         ctx.send(peer, exchange)
                 ctx.after(0.0, exchange)
-            case Exchange(outer_step=outer_step) | Refused(update=Exchange(outer_step=outer_step)) if (
-                self.asked or outer_step < self.outer_steps
-            ):
+            case (
+                Exchange(outer_step=outer_step) | Refused(update=Exchange(outer_step=outer_step))
+            ) if self.asked or outer_step < self.outer_steps:
                 ctx.send(sender, Passed(outer_step))
             case Exchange(outer_step=outer_step):
                 self.keep(outer_step, sender, message, ctx)
@@ -130,7 +150,9 @@ class Worker(Actor):
                 self.go_without(sender, ctx)
             case Lost(node=node):
                 self.away[node] = None
-                for exchanges in self.inbox.values():  # if it comes back it is another one, and knows nothing of mine
+                for exchanges in (
+                    self.inbox.values()
+                ):  # if it comes back it is another one, and knows nothing of mine
                     exchanges.pop(node, None)
                 if node == self.asked:
                     self.ask(ctx)
@@ -160,10 +182,13 @@ class Worker(Actor):
             ctx.send(self.asked, Ask())
 
     def train(self, ctx: Context) -> None:
-        # There is no server that could tell the common progress: my own count stands for everybody's.
+        # There is no server that could tell the common progress: my own count stands for
+        # everybody's.
         ctx.train(self.phi, self.steps, progress=self.outer_steps * self.steps * len(self.workers))
 
-    def keep(self, outer_step: int, sender: NodeId, exchange: Exchange | None, ctx: Context) -> None:
+    def keep(
+        self, outer_step: int, sender: NodeId, exchange: Exchange | None, ctx: Context
+    ) -> None:
         self.inbox.setdefault(outer_step, {})[sender] = exchange
         self.step_when_complete(ctx)
 
@@ -176,7 +201,11 @@ class Worker(Actor):
         received = self.inbox.get(self.outer_steps, {})
         if self.partners is None or any(member not in received for member in self.partners):
             return
-        exchanges = [exchange for member in self.partners if (exchange := self.part_of(member, received[member])) is not None]
+        exchanges = [
+            exchange
+            for member in self.partners
+            if (exchange := self.part_of(member, received[member])) is not None
+        ]
         config = self.config
         gossip(
             self.phi,
@@ -197,13 +226,19 @@ class Worker(Actor):
         self.train(ctx)
 
     def part_of(self, member: NodeId, exchange: Exchange | None) -> Exchange | None:
-        """What a member brings to the outer step: nothing if that was refused, and I in that case my φ, unmoved."""
+        """What a member brings to the outer step: nothing if that was refused, and I in that case
+        my φ, unmoved.
+        """
         if exchange is None and member == self.me:
-            return Exchange(outer_gradient(self.phi, self.phi, len(self.velocity)), self.phi, self.outer_steps)
+            return Exchange(
+                outer_gradient(self.phi, self.phi, len(self.velocity)), self.phi, self.outer_steps
+            )
         return exchange
 
     def group(self) -> Group:
-        """My group in this outer step, in rank order: the same on every member, from the shared seed alone."""
+        """My group in this outer step, in rank order: the same on every member, from the shared
+        seed alone.
+        """
         return groups(self.workers, self.config.group_size, self.seed, self.outer_steps)[self.me]
 
     def model(self) -> Vector:
@@ -215,15 +250,25 @@ class Worker(Actor):
     def waits_for(self) -> str:
         if self.asked is not None:
             return f"the weights of {self.asked}"
-        missing = [str(peer) for peer in self.partners or () if peer not in self.inbox.get(self.outer_steps, {})]
+        missing = [
+            str(peer)
+            for peer in self.partners or ()
+            if peer not in self.inbox.get(self.outer_steps, {})
+        ]
         return f"the exchange of outer step {self.outer_steps} from {', '.join(missing)}"
 
 
-@lru_cache(maxsize=64)  # every member of an outer step asks, several times; the steps under way at one time are few
+@lru_cache(
+    maxsize=64
+)  # every member of an outer step asks, several times; the steps under way at one time are few
 def groups(workers: Group, size: int, seed: int, outer_step: int) -> dict[NodeId, Group]:
-    """The group of each worker in one outer step: a random partition into groups of `size`, the last one maybe smaller."""
+    """The group of each worker in one outer step: a random partition into groups of `size`, the
+    last one maybe smaller.
+    """
     order = np.random.default_rng((seed, outer_step)).permutation(len(workers))
-    cut = [tuple(workers[i] for i in sorted(order[k : k + size])) for k in range(0, len(workers), size)]
+    cut = [
+        tuple(workers[i] for i in sorted(order[k : k + size])) for k in range(0, len(workers), size)
+    ]
     return {member: group for group in cut for member in group}
 
 

@@ -1,16 +1,28 @@
 """Synchronous data-parallel training (DDP, FSDP): the baseline that communicates at every step.
 
-Every step: each worker's gradient on its own batch, the mean of all of them, one step of the inner optimizer. All workers hold the
-same weights and the same optimizer state throughout.
+Every step: each worker's gradient on its own batch, the mean of all of them, one step of the inner
+optimizer. All workers hold the same weights and the same optimizer state throughout.
 
-Who comes and goes is the business of `collective.py`. A newcomer gets the weights; the state of its inner optimizer is its own.
+Who comes and goes is the business of `collective.py`. A newcomer gets the weights; the state of its
+inner optimizer is its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from archipel.actor import Context, Gradient, Message, MethodConfig, NodeId, Reduced, Start, Trained, Vector, World
+from archipel.actor import (
+    Context,
+    Gradient,
+    Message,
+    MethodConfig,
+    NodeId,
+    Reduced,
+    Start,
+    Trained,
+    Vector,
+    World,
+)
 from archipel.collective import Member
 
 

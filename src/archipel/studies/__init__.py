@@ -1,7 +1,8 @@
-"""One file a question; each answers with figures, a plot, and the run directories that they come from.
+"""One file a question; each answers with figures, a plot, and the run directories that they come
+from.
 
-A study offers `TITLE`, the question in one line, and `run(out, settings)`, which makes its runs and returns an
-`Answer`. A new file is a new study, `archipel study NAME`: nothing is registered.
+A study offers `TITLE`, the question in one line, and `run(out, settings)`, which makes its runs and
+returns an `Answer`. A new file is a new study, `archipel study NAME`: nothing is registered.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from archipel.experiment import Progress
 
 @dataclass(frozen=True)
 class Settings:
-    """What every study can be told: inner steps of each run, how many seeds, and processes that compute gradients.
+    """What every study can be told: inner steps of each run, how many seeds, and processes that
+    compute gradients.
 
-    `begin` is called with the name of a run that begins, and gives what is to be told of its progress.
+    `begin` is called with the name of a run that begins, and gives what is to be told of its
+    progress.
     """
 
     steps: int = 10_000

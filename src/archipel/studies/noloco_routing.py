@@ -1,9 +1,11 @@
-"""What do NoLoCo's random routes do, alone and together with its outer step? (arXiv 2506.10911 reports of routes without any
-outer step: a spread of the weights up to 15 % lower, and a perplexity up to 4 % higher.)
+"""What do NoLoCo's random routes do, alone and together with its outer step? (arXiv 2506.10911
+reports of routes without any outer step: a spread of the weights up to 15 % lower, and a perplexity
+up to 4 % higher.)
 
-What is compared: a model in 2 stages, 4 replicas of each, micro-batches on random or on fixed routes, with the published
-outer step or with none. Without one, each node goes on from its own weights (groups of one, α = 0, β = 1, γ = 0), and nothing
-but the routes ties the replicas together. Evaluations take fixed routes. Everything else is the same in all runs, data included.
+What is compared: a model in 2 stages, 4 replicas of each, micro-batches on random or on fixed
+routes, with the published outer step or with none. Without one, each node goes on from its own
+weights (groups of one, α = 0, β = 1, γ = 0), and nothing but the routes ties the replicas together.
+Evaluations take fixed routes. Everything else is the same in all runs, data included.
 """
 
 from __future__ import annotations
@@ -20,11 +22,17 @@ from archipel import experiment, report
 from archipel.recipe import parse_recipe
 from archipel.studies import Answer, Settings
 
-TITLE = "What do random routes between pipeline stages do to NoLoCo's loss, and to the spread of its replicas?"
+TITLE = (
+    "What do random routes between pipeline stages do to NoLoCo's loss, and to the spread of "
+    "its replicas?"
+)
 STAGES, REPLICAS, MICRO_BATCHES = 2, 4, 2
 OUTER_STEPS = 50
 ROUTINGS = ("fixed", "random")
-OUTER: dict[str, dict[str, Any]] = {"without": {"group_size": 1, "alpha": 0.0, "beta": 1.0, "gamma": 0.0}, "with": {}}
+OUTER: dict[str, dict[str, Any]] = {
+    "without": {"group_size": 1, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
+    "with": {},
+}
 
 
 def run(out: Path, settings: Settings) -> Answer:
@@ -35,7 +43,10 @@ def run(out: Path, settings: Settings) -> Answer:
             {
                 "label": f"{routing}-routes-{outer}-outer-step",
                 "method": {"name": "noloco", "inner_steps": inner_steps, **fields},
-                "topology": {"name": f"{STAGES * REPLICAS} equal workers", "regions": {"a": [1.0] * (STAGES * REPLICAS)}},
+                "topology": {
+                    "name": f"{STAGES * REPLICAS} equal workers",
+                    "regions": {"a": [1.0] * (STAGES * REPLICAS)},
+                },
                 "pipeline": {"stages": STAGES, "micro_batches": MICRO_BATCHES, "routing": routing},
                 "run": {"steps": inner_steps * REPLICAS * OUTER_STEPS, "seed": seed},
             }
@@ -47,23 +58,38 @@ def run(out: Path, settings: Settings) -> Answer:
     names = [f"{recipe.label}-seed{recipe.run.seed}" for recipe in recipes]
     experiment.prepare_output(out, names)
     for routing in ROUTINGS:  # a pool is made for one kind of routes
-        mine = [(recipe, name) for recipe, name in zip(recipes, names, strict=True) if recipe.pipeline.routing == routing]
+        mine = [
+            (recipe, name)
+            for recipe, name in zip(recipes, names, strict=True)
+            if recipe.pipeline.routing == routing
+        ]
         with experiment.open_pool(mine[0][0], settings.processes) as pool:
             for recipe, name in mine:
                 experiment.simulate(recipe, pool, out / name, settings.begin(name))
     found = {name: report.load(out / name) for name in names}
     runs = {
-        (outer, routing): [found[f"{routing}-routes-{outer}-outer-step-seed{seed}"] for seed in range(settings.seeds)]
+        (outer, routing): [
+            found[f"{routing}-routes-{outer}-outer-step-seed{seed}"]
+            for seed in range(settings.seeds)
+        ]
         for outer in OUTER
         for routing in ROUTINGS
     }
     report.write(list(found.values()), out)
     return Answer(
         headline=report.headline(list(found.values())),
-        finding=" ".join(finding(outer, runs[outer, "fixed"], runs[outer, "random"]) for outer in OUTER)
+        finding=" ".join(
+            finding(outer, runs[outer, "fixed"], runs[outer, "random"]) for outer in OUTER
+        )
         + ("" if settings.seeds > 1 else " One seed says nothing about chance.")
         + " (The paper, without: a spread up to 15 % lower, a perplexity up to 4 % higher.)",
-        columns=["outer step", "routes", "loss of the mean", "replicas' own loss", "spread of the replicas"],
+        columns=[
+            "outer step",
+            "routes",
+            "loss of the mean",
+            "replicas' own loss",
+            "spread of the replicas",
+        ],
         rows=[
             [outer, routing, *(mean_and_sd([one.summary[key] for one in group]) for key in FIGURES)]
             for (outer, routing), group in runs.items()
@@ -77,8 +103,14 @@ FIGURES = ("final_loss", "replica_loss", "replica_std")
 
 def finding(outer: str, fixed: Sequence[report.Run], random: Sequence[report.Run]) -> str:
     """What random routes change, of runs that differ in nothing else: pairs of the same seed."""
-    spread = [b.summary["replica_std"] / a.summary["replica_std"] - 1 for a, b in zip(fixed, random, strict=True)]
-    perplexity = [math.expm1(b.summary["replica_loss"] - a.summary["replica_loss"]) for a, b in zip(fixed, random, strict=True)]
+    spread = [
+        b.summary["replica_std"] / a.summary["replica_std"] - 1
+        for a, b in zip(fixed, random, strict=True)
+    ]
+    perplexity = [
+        math.expm1(b.summary["replica_loss"] - a.summary["replica_loss"])
+        for a, b in zip(fixed, random, strict=True)
+    ]
     return (
         f"{outer.capitalize()} an outer step, random routes change the spread by {percent(spread)} "
         f"and the replicas' own perplexity by {percent(perplexity)}."
@@ -100,18 +132,25 @@ def mean_and_sd(values: Sequence[float]) -> str:
 def plot(runs: dict[tuple[str, str], list[report.Run]], path: Path) -> Path:
     """The spread and the replicas' own loss over the run, every seed a line."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
-    names = {"replica_std": "spread of the replicas", "replica_loss": "replicas' own validation loss"}
+    names = {
+        "replica_std": "spread of the replicas",
+        "replica_loss": "replicas' own validation loss",
+    }
     panels = figure.subplots(1, 2)
     for axes, (key, name) in zip(panels, names.items(), strict=True):
         for color, outer in zip(("#B5651D", "#1F5FA8"), OUTER, strict=True):
             for style, routing in zip(("--", "-"), ROUTINGS, strict=True):
                 for i, one in enumerate(runs[outer, routing]):
-                    steps, values = zip(*((line["inner_steps"], line[key]) for line in one.evals[1:]), strict=True)
+                    steps, values = zip(
+                        *((line["inner_steps"], line[key]) for line in one.evals[1:]), strict=True
+                    )
                     label = None if i else f"{outer} outer step, {routing} routes"
                     axes.plot(steps, values, style, color=color, linewidth=1.2, label=label)
         axes.set(xlabel="inner steps of all replicas", ylabel=name)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylim(0, None)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
+    )
     figure.savefig(path, dpi=160, metadata={"Software": None})
     return path

@@ -1,13 +1,14 @@
-"""Does the spread of NoLoCo's replicas follow the inner learning rate? (arXiv 2506.10911 reports a Pearson
-correlation of 0.91 to 0.97.)
+"""Does the spread of NoLoCo's replicas follow the inner learning rate? (arXiv 2506.10911 reports a
+Pearson correlation of 0.91 to 0.97.)
 
-What is compared: at equal marks of a run, the replicas' standard deviation sqrt(mean over weights and replicas of
-(φ_i − mean φ)²) and the inner learning rate of that moment. The workers are equally fast and in one region, so that
-all are at the same outer step when they are compared; the first outer steps, in which the spread builds up from
-nothing, are in it.
+What is compared: at equal marks of a run, the replicas' standard deviation sqrt(mean over weights
+and replicas of (φ_i − mean φ)²) and the inner learning rate of that moment. The workers are equally
+fast and in one region, so that all are at the same outer step when they are compared; the first
+outer steps, in which the spread builds up from nothing, are in it.
 
-The theory (`theory.py`): on a quadratic the stationary variance between replicas goes with the square of the learning
-rate while that is small, so the standard deviation goes with the learning rate itself.
+The theory (`theory.py`): on a quadratic the stationary variance between replicas goes with the
+square of the learning rate while that is small, so the standard deviation goes with the learning
+rate itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def run(out: Path, settings: Settings) -> Answer:
             {
                 "method": {"name": "noloco", "inner_steps": inner_steps},
                 "topology": {"name": f"{WORKERS} equal workers", "regions": {"a": [1.0] * WORKERS}},
-                "run": {"steps": inner_steps * WORKERS * OUTER_STEPS, "seed": seed, "evaluations": OUTER_STEPS},
+                "run": {
+                    "steps": inner_steps * WORKERS * OUTER_STEPS,
+                    "seed": seed,
+                    "evaluations": OUTER_STEPS,
+                },
             }
         )
         for seed in range(settings.seeds)
@@ -55,11 +60,19 @@ def run(out: Path, settings: Settings) -> Answer:
     report.write(runs, out)
     return Answer(
         headline=report.headline(runs),
-        finding=f"Pearson's r between spread and learning rate: {mean_correlation(correlations):.3f}, 95 % interval "
-        f"{low:.3f} to {high:.3f} over {len(runs)} seeds (Fisher's z; the paper reports 0.91 to 0.97).",
+        finding="Pearson's r between spread and learning rate: "
+        f"{mean_correlation(correlations):.3f}, 95 % interval "
+        f"{low:.3f} to {high:.3f} over {len(runs)} seeds (Fisher's z; the paper reports 0.91 to "
+        "0.97).",
         columns=["seed", "r", "evaluations", "largest spread", "last spread"],
         rows=[
-            [run.summary["seed"], f"{r:.3f}", len(spread), f"{spread.max():.2e}", f"{spread[-1]:.2e}"]
+            [
+                run.summary["seed"],
+                f"{r:.3f}",
+                len(spread),
+                f"{spread.max():.2e}",
+                f"{spread[-1]:.2e}",
+            ]
             for run, r, (spread, _) in zip(runs, correlations, curves, strict=True)
         ],
         plots=[plot(curves, out / "noloco-spread.png")],
@@ -67,11 +80,15 @@ def run(out: Path, settings: Settings) -> Answer:
 
 
 def spread_and_rate(run: report.Run, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The replicas' standard deviation and the learning rate as a factor of its peak, at each evaluation but the first."""
+    """The replicas' standard deviation and the learning rate as a factor of its peak, at each
+    evaluation but the first.
+    """
     lines = run.evals[1:]
     spread = np.array([line["replica_std"] for line in lines])
     # The rate of the last inner step that the model has absorbed.
-    rate = np.array([Schedule().factor(line["inner_steps"] / WORKERS - 1, steps / WORKERS) for line in lines])
+    rate = np.array(
+        [Schedule().factor(line["inner_steps"] / WORKERS - 1, steps / WORKERS) for line in lines]
+    )
     return spread, rate
 
 
@@ -86,7 +103,9 @@ def mean_correlation(correlations: list[float]) -> float:
 
 
 def confidence_interval(correlations: list[float]) -> tuple[float, float]:
-    """95 % interval of the mean correlation over seeds, by Fisher's z and Student's t; (nan, nan) for a single one."""
+    """95 % interval of the mean correlation over seeds, by Fisher's z and Student's t; (nan, nan)
+    for a single one.
+    """
     z = np.arctanh(correlations)
     if len(z) < 2:
         return math.nan, math.nan
@@ -103,11 +122,19 @@ def plot(curves: list[tuple[np.ndarray, np.ndarray]], path: Path) -> Path:
         scatter.plot(rate, spread, "o", markersize=4, alpha=0.7)
     rate = curves[0][1]
     over_time.plot(
-        rate * max(spread.max() for spread, _ in curves), color="#444444", linestyle="--", label="learning rate (scaled)"
+        rate * max(spread.max() for spread, _ in curves),
+        color="#444444",
+        linestyle="--",
+        label="learning rate (scaled)",
     )
     over_time.set(xlabel="outer step", ylabel="replica standard deviation", ylim=(0, None))
     over_time.legend(frameon=False)
-    scatter.set(xlabel="learning rate ÷ its peak", ylabel="replica standard deviation", xlim=(0, None), ylim=(0, None))
+    scatter.set(
+        xlabel="learning rate ÷ its peak",
+        ylabel="replica standard deviation",
+        xlim=(0, None),
+        ylim=(0, None),
+    )
     for axes in (over_time, scatter):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=160)

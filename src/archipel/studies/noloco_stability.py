@@ -1,17 +1,20 @@
 """Does the window of NoLoCo's averaging strength, derived on a quadratic, hold for a real network?
 
-What is compared: settings inside and outside the window of `theory.gamma_window` for a flat direction, each run with the same
-seeds. The workers are equally fast and in one region, so that all are at the same outer step when they are compared. In each run
-three curves over outer steps: the replicas' standard deviation, the mean of the replicas' own validation losses, and the
-validation loss of their mean, which is what a user would watch.
+What is compared: settings inside and outside the window of `theory.gamma_window` for a flat
+direction, each run with the same seeds. The workers are equally fast and in one region, so that all
+are at the same outer step when they are compared. In each run three curves over outer steps: the
+replicas' standard deviation, the mean of the replicas' own validation losses, and the validation
+loss of their mean, which is what a user would watch.
 
-Beside the measured growth of the spread stand two factors of a flat direction: the root of the mean square's
-(`theory.spread_radius`) and that of a typical run, which is lower for so few workers (docs/theory.md, section 7). Both are without
-kicks, and the learning rate's schedule changes those. So there is `predicted`, the whole curve by recursion with the run's own
-partitions and kicks that follow the learning rate; their size, which no theory gives, is fitted to the last setting's runs alone
-and then used for all.
+Beside the measured growth of the spread stand two factors of a flat direction: the root of the mean
+square's (`theory.spread_radius`) and that of a typical run, which is lower for so few workers
+(docs/theory.md, section 7). Both are without kicks, and the learning rate's schedule changes those.
+So there is `predicted`, the whole curve by recursion with the run's own partitions and kicks that
+follow the learning rate; their size, which no theory gives, is fitted to the last setting's runs
+alone and then used for all.
 
-No warning precedes the diverging runs (`experiment.warn_of_divergence`): that they diverge is the question.
+No warning precedes the diverging runs (`experiment.warn_of_divergence`): that they diverge is the
+question.
 """
 
 from __future__ import annotations
@@ -37,10 +40,14 @@ WORKERS, OUTER_STEPS, BETA = 8, 50, 0.7
 ALPHAS_AND_GAMMAS = ((0.9, 1.5), (0.9, 0.7), (0.9, 0.2), (0.5, 0.7))
 COLORS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
 LEGEND = (
-    "Factors of the replicas' standard deviation in one outer step: √ρ and typical, in a flat direction without kicks, in mean "
-    "square and in a typical run; recursion and measured, least squares on the logarithm over the second half of the outer steps, "
-    "of the recursion with each run's own partitions and kicks that follow the learning rate, and of the runs. spread, predicted: "
-    "the last standard deviation, measured and of the recursion, whose one scale is fitted to the last row's runs. Losses: least → "
+    "Factors of the replicas' standard deviation in one outer step: √ρ and typical, in a flat "
+    "direction without kicks, in mean "
+    "square and in a typical run; recursion and measured, least squares on the logarithm over the "
+    "second half of the outer steps, "
+    "of the recursion with each run's own partitions and kicks that follow the learning rate, and "
+    "of the runs. spread, predicted: "
+    "the last standard deviation, measured and of the recursion, whose one scale is fitted to the "
+    "last row's runs. Losses: least → "
     "last, of their mean over seeds."
 )
 Key = tuple[float, float]  # (α, γ)
@@ -51,14 +58,20 @@ Curve = npt.NDArray[np.float64]
 def run(out: Path, settings: Settings) -> Answer:
     """One NoLoCo run for each setting and seed, evaluated after every outer step."""
     inner_steps = max(1, settings.steps // (WORKERS * OUTER_STEPS))
-    recipes = [_recipe(*key, inner_steps, seed) for key in ALPHAS_AND_GAMMAS for seed in range(settings.seeds)]
+    recipes = [
+        _recipe(*key, inner_steps, seed)
+        for key in ALPHAS_AND_GAMMAS
+        for seed in range(settings.seeds)
+    ]
     runs: dict[Key, list[report.Run]] = {}
     broken: list[str] = []
     with experiment.open_pool(recipes[0], settings.processes) as pool:
         experiment.prepare_output(out, [_name(recipe) for recipe in recipes])
         for recipe in recipes:
             try:
-                summary = experiment.simulate(recipe, pool, out / _name(recipe), settings.begin(_name(recipe)))
+                summary = experiment.simulate(
+                    recipe, pool, out / _name(recipe), settings.begin(_name(recipe))
+                )
             except Diverged as error:  # it leaves no directory; the others still answer
                 broken.append(f"{error} (seed {recipe.run.seed})")
                 continue
@@ -66,7 +79,10 @@ def run(out: Path, settings: Settings) -> Answer:
             runs.setdefault(key, []).append(report.load(out / _name(recipe)))
     if not runs:
         raise Diverged("; ".join(broken))
-    predictions = {key: [predicted(*key, inner_steps, run.summary["seed"]) for run in group] for key, group in runs.items()}
+    predictions = {
+        key: [predicted(*key, inner_steps, run.summary["seed"]) for run in group]
+        for key, group in runs.items()
+    }
     fitted = list(runs)[-1]
     pairs = zip(runs[fitted], predictions[fitted], strict=True)
     kick = math.exp(np.mean([np.log(curve(run, "replica_std") / line) for run, line in pairs]))
@@ -75,8 +91,25 @@ def run(out: Path, settings: Settings) -> Answer:
     report.write(every, out)
     return Answer(
         headline=report.headline(every),
-        finding="\n".join([*(_finding(key, runs[key]) for key in runs), *(f"Without figures: {one}" for one in broken), LEGEND]),
-        columns=["α", "γ", "√ρ", "typical", "recursion", "measured", "spread", "predicted", "replicas' loss", "loss of mean"],
+        finding="\n".join(
+            [
+                *(_finding(key, runs[key]) for key in runs),
+                *(f"Without figures: {one}" for one in broken),
+                LEGEND,
+            ]
+        ),
+        columns=[
+            "α",
+            "γ",
+            "√ρ",
+            "typical",
+            "recursion",
+            "measured",
+            "spread",
+            "predicted",
+            "replicas' loss",
+            "loss of mean",
+        ],
         rows=[_row(key, runs[key], predictions[key]) for key in runs],
         plots=[plot(runs, predictions, out / "noloco-stability.png")],
     )
@@ -86,9 +119,19 @@ def _recipe(alpha: float, gamma: float, inner_steps: int, seed: int) -> Recipe:
     return parse_recipe(
         {
             "label": f"alpha{alpha}-gamma{gamma}",
-            "method": {"name": "noloco", "inner_steps": inner_steps, "alpha": alpha, "beta": BETA, "gamma": gamma},
+            "method": {
+                "name": "noloco",
+                "inner_steps": inner_steps,
+                "alpha": alpha,
+                "beta": BETA,
+                "gamma": gamma,
+            },
             "topology": {"name": f"{WORKERS} equal workers", "regions": {"a": [1.0] * WORKERS}},
-            "run": {"steps": inner_steps * WORKERS * OUTER_STEPS, "seed": seed, "evaluations": OUTER_STEPS},
+            "run": {
+                "steps": inner_steps * WORKERS * OUTER_STEPS,
+                "seed": seed,
+                "evaluations": OUTER_STEPS,
+            },
         }
     )
 
@@ -103,15 +146,19 @@ def curve(run: report.Run, key: str) -> Curve:
 
 
 def growth(spread: Curve) -> float:
-    """The factor of a curve in one step: least squares on its logarithm over the second half, when the kicks grow weak."""
+    """The factor of a curve in one step: least squares on its logarithm over the second half, when
+    the kicks grow weak.
+    """
     half = spread[len(spread) // 2 :]
     return math.exp(np.polyfit(np.arange(len(half)), np.log(half), 1)[0])
 
 
 def typical_factor(setting: theory.Setting, outer_steps: int = 20_000) -> float:
-    """The factor of the replicas' standard deviation in an outer step of a long run, pairs, flat direction, no kicks.
+    """The factor of the replicas' standard deviation in an outer step of a long run, pairs, flat
+    direction, no kicks.
 
-    exp of the Lyapunov exponent: the mean logarithm of the growth of all deviations from the mean, seed 0. N must be even.
+    exp of the Lyapunov exponent: the mean logarithm of the growth of all deviations from the mean,
+    seed 0. N must be even.
     """
     assert setting.workers is not None
     rng, total = np.random.default_rng(0), 0.0
@@ -128,31 +175,45 @@ def typical_factor(setting: theory.Setting, outer_steps: int = 20_000) -> float:
 
 
 def predicted(alpha: float, gamma: float, inner_steps: int, seed: int) -> Curve:
-    """The root of the spread after each outer step, from equal replicas, in a flat direction. Up to one factor.
+    """The root of the spread after each outer step, from equal replicas, in a flat direction. Up to
+    one factor.
 
-    An inner step kicks with a variance in proportion to the square of its learning rate, and the kicks of a round add up. The
-    partitions are those that a run with this seed has, so only the kicks are averaged over: with M the move of all (φ, δ) and A
-    the averaging, C ← M C Mᵀ + β²s²·A Aᵀ in all four blocks, C the second moments of 2·WORKERS numbers.
+    An inner step kicks with a variance in proportion to the square of its learning rate, and the
+    kicks of a round add up. The partitions are those that a run with this seed has, so only the
+    kicks are averaged over: with M the move of all (φ, δ) and A the averaging, C ← M C Mᵀ + β²s²·A
+    Aᵀ in all four blocks, C the second moments of 2·WORKERS numbers.
     """
     total = inner_steps * OUTER_STEPS
-    rates = np.array([Schedule().factor(step, total) for step in range(total)]).reshape(OUTER_STEPS, inner_steps)
-    workers = tuple(worker.id for worker in _recipe(alpha, gamma, inner_steps, seed).topology.workers)
+    rates = np.array([Schedule().factor(step, total) for step in range(total)]).reshape(
+        OUTER_STEPS, inner_steps
+    )
+    workers = tuple(
+        worker.id for worker in _recipe(alpha, gamma, inner_steps, seed).topology.workers
+    )
     moments, same, spread = np.zeros((2 * WORKERS, 2 * WORKERS)), np.eye(WORKERS), []
     for outer_step, variance in enumerate((rates**2).sum(axis=1)):
         group = noloco.groups(workers, 2, seed, outer_step)
-        average = np.array([[(other in group[me]) / len(group[me]) for other in workers] for me in workers])
+        average = np.array(
+            [[(other in group[me]) / len(group[me]) for other in workers] for me in workers]
+        )
         pulled, momentum = -gamma * (same - average), alpha * same
         move = np.block([[same + pulled, momentum], [pulled, momentum]])
-        moments = move @ moments @ move.T + np.kron(np.ones((2, 2)), BETA**2 * variance * average @ average.T)
+        moments = move @ moments @ move.T + np.kron(
+            np.ones((2, 2)), BETA**2 * variance * average @ average.T
+        )
         phi = moments[:WORKERS, :WORKERS]
         spread.append(math.sqrt((np.trace(phi) - phi.sum() / WORKERS) / WORKERS))
     return np.array(spread)
 
 
 def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any]:
-    """One setting: factors of the spread in an outer step, the last spread, and both losses; see `LEGEND`."""
+    """One setting: factors of the spread in an outer step, the last spread, and both losses; see
+    `LEGEND`.
+    """
     flat = theory.Setting(key[0], BETA, key[1], workers=WORKERS)
-    spreads, replicas, means = ([curve(run, name) for run in runs] for name in ("replica_std", "replica_loss", "loss"))
+    spreads, replicas, means = (
+        [curve(run, name) for run in runs] for name in ("replica_std", "replica_loss", "loss")
+    )
     return [
         *key,
         f"{math.sqrt(theory.spread_radius(flat)):.3f}",
@@ -161,7 +222,10 @@ def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any
         _mean_sd([growth(spread) for spread in spreads]),
         f"{np.mean([spread[-1] for spread in spreads]):.2g}",
         f"{np.mean([line[-1] for line in predictions]):.2g}",
-        *(f"{line.min():.3f} → {line[-1]:.3f}" for line in (np.mean(replicas, axis=0), np.mean(means, axis=0))),
+        *(
+            f"{line.min():.3f} → {line[-1]:.3f}"
+            for line in (np.mean(replicas, axis=0), np.mean(means, axis=0))
+        ),
     ]
 
 
@@ -170,10 +234,15 @@ def _finding(key: Key, runs: list[report.Run]) -> str:
     low, high = theory.gamma_window(theory.Setting(key[0], BETA, key[1], workers=WORKERS))
     side = "inside" if low < key[1] < high else "outside"
     factor = np.mean([growth(curve(run, "replica_std")) for run in runs])
-    curves = {name: np.mean([curve(run, name) for run in runs], axis=0) for name in ("replica_loss", "loss")}
+    curves = {
+        name: np.mean([curve(run, name) for run in runs], axis=0)
+        for name in ("replica_loss", "loss")
+    }
     return (
-        f"α = {key[0]}, γ = {key[1]}, {side} the window {low:g} to {high:.2f}: in the second half the spread is multiplied by "
-        f"{factor:.3f} an outer step; the replicas' own loss is {_least(curves['replica_loss'])}, the loss of their mean "
+        f"α = {key[0]}, γ = {key[1]}, {side} the window {low:g} to {high:.2f}: in the second half "
+        "the spread is multiplied by "
+        f"{factor:.3f} an outer step; the replicas' own loss is {_least(curves['replica_loss'])}, "
+        "the loss of their mean "
         f"{_least(curves['loss'])}."
     )
 
@@ -185,8 +254,12 @@ def _least(loss: Curve) -> str:
     return f"least after outer step {after} and ends {loss[-1] - loss.min():.3f} above"
 
 
-def plot(runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]], path: Path) -> Path:
-    """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a setting; predictions dashed."""
+def plot(
+    runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]], path: Path
+) -> Path:
+    """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a
+    setting; predictions dashed.
+    """
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     names = {
@@ -199,7 +272,9 @@ def plot(runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]],
         for axes, name in zip(panels, names, strict=True):
             for i, run in enumerate(group):
                 label = None if i else f"α = {key[0]}, γ = {key[1]}"
-                axes.plot(steps, curve(run, name), color=color, linewidth=1.2, alpha=0.8, label=label)
+                axes.plot(
+                    steps, curve(run, name), color=color, linewidth=1.2, alpha=0.8, label=label
+                )
         for line in predictions[key]:
             panels[0].plot(steps, line, "--", color="black", linewidth=0.8)
     panels[0].plot([], [], "--", color="black", linewidth=0.8, label="theory, one scale for all")
@@ -208,11 +283,15 @@ def plot(runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]],
         axes.spines[["top", "right"]].set_visible(False)
     for axis in (panels[1].yaxis.set_major_formatter, panels[1].yaxis.set_minor_formatter):
         axis(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False
+    )
     figure.savefig(path, dpi=160, metadata={"Software": None})
     return path
 
 
 def _mean_sd(values: list[float]) -> str:
     """Mean ± standard deviation over seeds; the value alone for one seed."""
-    return f"{np.mean(values):.3f}" + (f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else "")
+    return f"{np.mean(values):.3f}" + (
+        f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+    )
