@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from archipel import experiment
-from archipel.data import Shard
-from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
-from archipel.task import make_task
+from archipel.train.data import Shard
+from archipel.train.pool import Pool
+from archipel.train.task import make_task
 
 WORKERS = 16
 

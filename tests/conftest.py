@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from archipel import experiment
-from archipel.pool import Pool
 from archipel.recipe import Recipe
+from archipel.train.pool import Pool
 
 
 @pytest.fixture(autouse=True)

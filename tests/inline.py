@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from archipel import methods
 from archipel.actor import Actor, Gradient, NodeId, Trained, World
-from archipel.data import Shard
-from archipel.metrics import Recorder
-from archipel.network import Network
-from archipel.pool import Done
-from archipel.replica import Replica, Run
-from archipel.simulator import Simulator, Stop
-from archipel.task import Schedule, Task, adamw
-from archipel.topology import PROFILES, Profile, Topology, load_topology
+from archipel.run.metrics import Recorder
+from archipel.sim.clock import Simulator, Stop
+from archipel.sim.network import Network
+from archipel.sim.topology import PROFILES, Profile, Topology, load_topology
+from archipel.train.data import Shard
+from archipel.train.pool import Done
+from archipel.train.replica import Replica, Run
+from archipel.train.task import Schedule, Task, adamw
 
 PROFILE = PROFILES["pythia-70m-h100"]
 

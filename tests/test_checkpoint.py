@@ -31,10 +31,10 @@ from archipel.actor import NodeId, Start
 from archipel.checkpoint import Decoder, Encoder, Every, Surroundings, parse_every
 from archipel.errors import TrainingError, UserError
 from archipel.methods import halos
-from archipel.metrics import Recorder
-from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
-from archipel.simulator import Simulator
+from archipel.run.metrics import Recorder
+from archipel.sim.clock import Simulator
+from archipel.train.pool import Pool
 
 # Values
 
@@ -200,8 +200,8 @@ def test_what_a_checkpoint_cannot_hold_is_named(value: object, name: str) -> Non
         "os:system",
         "subprocess:Popen",
         "archipel.cli:subprocess",
-        "archipel.pool:Pool",
-        "archipel.pool:Connection",
+        "archipel.train.pool:Pool",
+        "archipel.train.pool:Connection",
         "this:Zen",
         ":",
     ],

@@ -327,7 +327,7 @@ def test_the_theory_of_noloco_draws_figures(archipel: Any, tmp_path: Path) -> No
 def test_latency_prints_what_pairs_save(
     archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from archipel import latency
+    from archipel.theory import latency
 
     study = latency.study
     monkeypatch.setattr(
@@ -494,7 +494,7 @@ def test_a_recipes_target_is_the_reports(archipel: Any, tmp_path: Path) -> None:
 def test_ctrl_c_leaves_what_was_finished(
     archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from archipel.simulator import Simulator
+    from archipel.sim.clock import Simulator
 
     handle, count = Simulator._handle, 0
 

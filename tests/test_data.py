@@ -17,8 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipel import data
-from archipel.data import (
+from archipel.errors import UserError
+from archipel.train import data
+from archipel.train.data import (
     Corpus,
     Shard,
     entropy_rate,
@@ -27,7 +28,6 @@ from archipel.data import (
     region_weights,
     stdlib_corpus,
 )
-from archipel.errors import UserError
 
 reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 

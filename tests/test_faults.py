@@ -16,19 +16,30 @@ import torch
 from inline import PLAIN, Quadratic, workers_of
 from torch import Tensor
 
-from archipel import cli, experiment, faults, fuzz, invariants, methods
+from archipel import cli, experiment, fuzz, methods
 from archipel.actor import Joined, Lost, Message, NodeId, Trained, World
 from archipel.errors import TrainingError, UserError
-from archipel.faults import Crash, Faults, LinkDown, Partition, RandomFaults, Slow, Window, end_s
-from archipel.invariants import Violation
 from archipel.methods import async_local_sgd
-from archipel.metrics import Recorder
-from archipel.network import Network
 from archipel.parameter_server import Delta, Model
-from archipel.pool import Done, NoTraining
 from archipel.recipe import Recipe, parse_recipe
-from archipel.simulator import Deliver, Simulator, Stop
-from archipel.topology import Profile, Topology
+from archipel.run import invariants
+from archipel.run.invariants import Violation
+from archipel.run.metrics import Recorder
+from archipel.sim import faults
+from archipel.sim.clock import Deliver, Simulator, Stop
+from archipel.sim.faults import (
+    Crash,
+    Faults,
+    LinkDown,
+    Partition,
+    RandomFaults,
+    Slow,
+    Window,
+    end_s,
+)
+from archipel.sim.network import Network
+from archipel.sim.topology import Profile, Topology
+from archipel.train.pool import Done, NoTraining
 
 ALL = methods.names()
 A, B = "a/w0", "b/w0"

@@ -33,16 +33,16 @@ from archipel.actor import (
     Trained,
     World,
 )
-from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.all_reduce import CHUNK
 from archipel.live.host import Host, News, NotFinite, Record, Saves, Setup
 from archipel.live.mail import Envelope, Inbox, contents
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
-from archipel.replica import Replica, Run, Solo
-from archipel.screening import ScreeningConfig
-from archipel.task import NoTask, TaskConfig, make_task
+from archipel.run.screening import ScreeningConfig
+from archipel.train.data import Shard
+from archipel.train.replica import Replica, Run, Solo
+from archipel.train.task import NoTask, TaskConfig, make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
 

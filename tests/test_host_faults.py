@@ -22,12 +22,12 @@ from torch import Tensor
 
 from archipel import methods
 from archipel.actor import NodeId, World
-from archipel.data import Shard
 from archipel.live.host import Host, News, Setup
 from archipel.live.mail import Envelope
-from archipel.replica import Run
-from archipel.task import NoTask
-from archipel.topology import parse_topology
+from archipel.sim.topology import parse_topology
+from archipel.train.data import Shard
+from archipel.train.replica import Run
+from archipel.train.task import NoTask
 
 TOPOLOGY = parse_topology(
     {"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}}

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from archipel import latency
 from archipel.errors import UserError
-from archipel.latency import Job, LogNormal, pair, ring, tree
+from archipel.theory import latency
+from archipel.theory.latency import Job, LogNormal, pair, ring, tree
 
 SIGMAS = [0.1, 0.5, 1.0, 1.5]
 NO_TIME = LogNormal(0, 0)

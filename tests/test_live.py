@@ -22,8 +22,8 @@ from archipel import experiment, methods
 from archipel.actor import NodeId
 from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
+from archipel.train.pool import Pool
 
 live = pytest.importorskip("archipel.live.launch")
 cluster = pytest.importorskip("archipel.live.cluster")

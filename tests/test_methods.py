@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from archipel import methods
 from archipel.actor import NodeId, World
 from archipel.methods import noloco
-from archipel.replica import Run
-from archipel.simulator import Stop
-from archipel.topology import Topology, load_topology
+from archipel.sim.clock import Stop
+from archipel.sim.topology import Topology, load_topology
+from archipel.train.replica import Run
 from archipel.vector import Layout
 
 ALL = methods.names()

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipel.actor import Group, NodeId
-from archipel.network import Collective, FairLink, Network
-from archipel.topology import PROFILES, Link, RegionLink, Topology, load_topology
+from archipel.sim.network import Collective, FairLink, Network
+from archipel.sim.topology import PROFILES, Link, RegionLink, Topology, load_topology
 
 reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 

@@ -21,11 +21,13 @@ from torch.func import functional_call
 
 from archipel import experiment, report
 from archipel.actor import NodeId
-from archipel.data import Shard, shards_of
 from archipel.errors import UserError
-from archipel.metrics import Recorder
-from archipel.network import Network
-from archipel.pipeline import (
+from archipel.recipe import Recipe, parse_recipe
+from archipel.run.metrics import Recorder
+from archipel.sim.clock import Simulator, Stop
+from archipel.sim.network import Network
+from archipel.train.data import Shard, shards_of
+from archipel.train.pipeline import (
     Pipeline,
     Routing,
     Stages,
@@ -36,11 +38,9 @@ from archipel.pipeline import (
     split,
     step_end_s,
 )
-from archipel.pool import NoTraining
-from archipel.recipe import Recipe, parse_recipe
-from archipel.replica import Replica, Run
-from archipel.simulator import Simulator, Stop
-from archipel.task import Task, make_task
+from archipel.train.pool import NoTraining
+from archipel.train.replica import Replica, Run
+from archipel.train.task import Task, make_task
 from archipel.vector import Layout
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from archipel import experiment, methods
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.pool import Pool
 from archipel.recipe import Recipe, parse_recipe
-from archipel.replica import Run
-from archipel.task import task_config
+from archipel.train.pool import Pool
+from archipel.train.replica import Run
+from archipel.train.task import task_config
 
 TASK = {
     "name": "synthetic",

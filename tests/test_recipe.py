@@ -21,8 +21,8 @@ from archipel.recipe import (
     parse_recipe,
     read_recipe,
 )
-from archipel.task import StdlibTask
-from archipel.topology import PRESETS, PROFILES, Profile, load_topology
+from archipel.sim.topology import PRESETS, PROFILES, Profile, load_topology
+from archipel.train.task import StdlibTask
 from archipel.yamlfile import parse
 
 

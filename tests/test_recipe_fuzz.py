@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from archipel import experiment, methods
 from archipel.errors import UserError
-from archipel.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
 from archipel.recipe import (
     KEYS,
     LiveConfig,
@@ -26,9 +25,10 @@ from archipel.recipe import (
     parse_recipe,
     read_recipe,
 )
-from archipel.screening import ScreeningConfig
-from archipel.task import CONFIGS
-from archipel.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
+from archipel.run.screening import ScreeningConfig
+from archipel.sim.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
+from archipel.sim.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
+from archipel.train.task import CONFIGS
 
 WORDS = st.sampled_from(
     [

@@ -25,15 +25,15 @@ from archipel import checkpoint, cli, experiment, methods, report
 from archipel.actor import Gradient, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.methods import noloco
-from archipel.metrics import Recorder, merged
 from archipel.parameter_server import Delta
-from archipel.pool import Done, NoTraining, Pool
 from archipel.recipe import Recipe, parse_recipe, read_recipe
-from archipel.replica import Run
-from archipel.screening import Screen, ScreeningConfig, vectors_of
-from archipel.simulator import Simulator, Stop
-from archipel.task import task_config
-from archipel.topology import Profile, Topology
+from archipel.run.metrics import Recorder, merged
+from archipel.run.screening import Screen, ScreeningConfig, vectors_of
+from archipel.sim.clock import Simulator, Stop
+from archipel.sim.topology import Profile, Topology
+from archipel.train.pool import Done, NoTraining, Pool
+from archipel.train.replica import Run
+from archipel.train.task import task_config
 
 ALL = methods.names()
 A, B, C = (NodeId("r", f"w{i}") for i in range(3))

@@ -13,11 +13,11 @@ from inline import linear_task
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from archipel.data import Shard
-from archipel.live.sharded import Leader, ShardedReplica
 from archipel.recipe import parse_recipe
-from archipel.replica import Replica, Run, Solo
-from archipel.task import Task, make_task
+from archipel.train.data import Shard
+from archipel.train.replica import Replica, Run, Solo
+from archipel.train.sharded import Leader, ShardedReplica
+from archipel.train.task import Task, make_task
 
 CPU, RUN, SHARD = torch.device("cpu"), Run(40, 2, 3), Shard(1, 2, 0, 1, 3)
 

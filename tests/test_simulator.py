@@ -11,8 +11,8 @@ from inline import PROFILE, Quadratic, model_of, simulator
 
 from archipel.actor import Actor, Context, Message, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.simulator import Stop
-from archipel.topology import Link, Profile, RegionLink, Topology
+from archipel.sim.clock import Stop
+from archipel.sim.topology import Link, Profile, RegionLink, Topology
 
 A, B, C = NodeId("a", "w0"), NodeId("b", "w0"), NodeId("b", "w1")
 TINY = Profile(name="tiny", model_bytes=1_000_000, step_time_s=1.0)

@@ -15,13 +15,13 @@ from inline import linear_task
 from torch import Tensor
 
 from archipel.actor import NodeId
-from archipel.data import shards_of
 from archipel.errors import TrainingError
-from archipel.live.stage import Stage
-from archipel.pipeline import Pipeline, Stages
 from archipel.recipe import parse_recipe
-from archipel.replica import Replica, Run
-from archipel.task import Task, make_task
+from archipel.train.data import shards_of
+from archipel.train.pipeline import Pipeline, Stages
+from archipel.train.replica import Replica, Run
+from archipel.train.stage import Stage
+from archipel.train.task import Task, make_task
 
 CPU = torch.device("cpu")
 SEED, STEPS = 3, 6

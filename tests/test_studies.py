@@ -15,8 +15,8 @@ from archipel.actor import NodeId
 from archipel.errors import Diverged, UserError
 from archipel.methods import noloco
 from archipel.studies import noloco_routing, noloco_spread, noloco_stability
-from archipel.task import Schedule
-from archipel.theory import Setting
+from archipel.theory.moments import Setting
+from archipel.train.task import Schedule
 
 
 @pytest.mark.parametrize("name", studies.names())

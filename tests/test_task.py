@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from archipel.data import Shard
 from archipel.errors import UserError
-from archipel.gpt import GPT, next_token_loss
-from archipel.task import (
+from archipel.train.data import Shard
+from archipel.train.gpt import GPT, next_token_loss
+from archipel.train.task import (
     CONFIGS,
     GptTask,
     Schedule,

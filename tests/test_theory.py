@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipel import theory
 from archipel.actor import NodeId
 from archipel.methods import noloco
 from archipel.outer import gossip
-from archipel.theory import Setting
+from archipel.theory import moments
+from archipel.theory.moments import Setting
 
 PARTITIONS = [
     (2, 2),
@@ -90,7 +90,7 @@ def monte_carlo(s: Setting, samples: int, seed: int) -> Iterator[tuple[np.ndarra
         yield phi, delta
 
 
-def moments(phi: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def estimates(phi: np.ndarray, delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Estimates of p and v, one of each a sample: shape (samples, 2, 2)."""
     x = np.stack([phi, delta])
     apart = x - x.mean(1, keepdims=True)
@@ -108,7 +108,7 @@ def bisected(s: Setting, low: float, high: float) -> float:
     """Where the spread's radius passes 1, between a γ that is stable and one that is not."""
     for _ in range(100):
         middle = (low + high) / 2
-        stable = theory.spread_radius(replace(s, gamma=middle)) < 1
+        stable = moments.spread_radius(replace(s, gamma=middle)) < 1
         low, high = (middle, high) if stable else (low, middle)
     return low
 
@@ -138,8 +138,8 @@ def test_inner_steps_move_and_spread_as_counted_step_by_step(rate: float) -> Non
     factor, variance = 1.0, 0.0
     for _ in range(7):
         factor, variance = (1 - rate) * factor, (1 - rate) ** 2 * variance + (rate * 2.0) ** 2
-    assert theory.contraction(s) == pytest.approx(factor - 1, rel=1e-9, abs=1e-15)
-    assert theory.noise_variance(s) == pytest.approx(variance, rel=1e-9)
+    assert moments.contraction(s) == pytest.approx(factor - 1, rel=1e-9, abs=1e-15)
+    assert moments.noise_variance(s) == pytest.approx(variance, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,14 @@ def test_step_is_the_mean_over_all_partitions(workers: int, size: int) -> None:
         for k in range(0, workers, size):
             group = list(order[k : k + size])
             average[np.ix_(group, group)] = 1 / len(group)
-        change = s.beta * theory.contraction(s) * average - s.gamma * (same - average)
+        change = s.beta * moments.contraction(s) * average - s.gamma * (same - average)
         momentum = np.kron(change, [[0, 0], [1, 0]]) + np.kron(same, [[0, 0], [0, s.alpha]])
         move = np.kron(same, [[1, 1], [0, 1]]) @ (np.kron(same, [[1, 0], [0, 0]]) + momentum)
-        noise = s.beta**2 * theory.noise_variance(s) * np.kron(average @ average.T, np.ones((2, 2)))
+        noise = (
+            s.beta**2 * moments.noise_variance(s) * np.kron(average @ average.T, np.ones((2, 2)))
+        )
         after += (move @ before @ move.T + noise) / math.factorial(workers)
-    p, q = theory.step(s, p, q)
+    p, q = moments.step(s, p, q)
     np.testing.assert_allclose(after, np.kron(same, p) + np.kron(1 - same, q), rtol=1e-12)
 
 
@@ -171,8 +173,8 @@ def test_moments_agree_with_monte_carlo(workers: int, size: int) -> None:
     s = replace(SETTING, workers=workers, group_size=size)
     p, q = START
     for phi, delta in islice(monte_carlo(s, samples=8000, seed=workers), 6):
-        p, q = theory.step(s, p, q)
-        seen_p, seen_v = moments(phi, delta)
+        p, q = moments.step(s, p, q)
+        seen_p, seen_v = estimates(phi, delta)
         assert_agrees(seen_p, p)
         assert_agrees(seen_v, p - q)
 
@@ -182,7 +184,7 @@ def test_monte_carlo_would_notice_a_wrong_number_of_workers() -> None:
     v = START[0] - START[1]
     *_, state = islice(monte_carlo(s, samples=8000, seed=1), 3)
     for _ in range(3):
-        v = theory.step_spread(replace(s, workers=None), v)
+        v = moments.step_spread(replace(s, workers=None), v)
     with pytest.raises(AssertionError):
         assert_agrees(moments(*state)[1], v)
 
@@ -212,8 +214,8 @@ def test_moments_agree_with_gossip_itself(workers: int, size: int) -> None:
                 beta=s.beta,
                 gamma=s.gamma,
             )
-        p, q = theory.step(s, p, q)
-        seen_p, seen_v = moments(phi, delta)
+        p, q = moments.step(s, p, q)
+        seen_p, seen_v = estimates(phi, delta)
         assert_agrees(seen_p, p)
         assert_agrees(seen_v, p - q)
 
@@ -222,7 +224,7 @@ def test_mean_agrees_with_monte_carlo() -> None:
     s = replace(SETTING, workers=4)
     mean = np.array([1.0, 0.3])
     for phi, delta in islice(monte_carlo(s, samples=8000, seed=2), 8):
-        mean = theory.matrices(s)[0] @ mean
+        mean = moments.matrices(s)[0] @ mean
         assert_agrees(np.stack([phi.mean(0), delta.mean(0)], axis=1), mean)
 
 
@@ -231,16 +233,16 @@ def test_residual_counts_the_groups_that_noloco_forms(workers: int, size: int) -
     everyone = tuple(NodeId("r", f"w{i}") for i in range(workers))
     formed = set(noloco.groups(everyone, size, seed=0, outer_step=3).values())
     s = replace(SETTING, workers=workers, group_size=size)
-    assert theory.residual(s) == pytest.approx((len(formed) - 1) / (workers - 1))
+    assert moments.residual(s) == pytest.approx((len(formed) - 1) / (workers - 1))
 
 
 def test_two_workers_with_equal_starts_stay_identical() -> None:
     s = replace(SETTING, workers=2)
     p = q = np.array([[1.0, 0.0], [0.0, 0.0]])
     for _ in range(20):
-        p, q = theory.step(s, p, q)
+        p, q = moments.step(s, p, q)
     np.testing.assert_array_equal(p, q)
-    assert theory.stationary_spread(s)[0, 0] == 0
+    assert moments.stationary_spread(s)[0, 0] == 0
 
 
 # Fixed points
@@ -249,12 +251,12 @@ def test_two_workers_with_equal_starts_stay_identical() -> None:
 @reproducible
 @given(settings_of(curvature_rate=0.2))
 def test_fixed_points_are_fixed(s: Setting) -> None:
-    if not theory.verdict(s).stable:
+    if not moments.verdict(s).stable:
         return
-    v, (p, q) = theory.stationary_spread(s), theory.stationary(s)
-    np.testing.assert_allclose(theory.step_spread(s, v), v, rtol=1e-9, atol=1e-12)
+    v, (p, q) = moments.stationary_spread(s), moments.stationary(s)
+    np.testing.assert_allclose(moments.step_spread(s, v), v, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(
-        np.stack(theory.step(s, p, q)), np.stack([p, q]), rtol=1e-9, atol=1e-12
+        np.stack(moments.step(s, p, q)), np.stack([p, q]), rtol=1e-9, atol=1e-12
     )
     np.testing.assert_allclose(p - q, v, rtol=1e-9, atol=1e-12)
 
@@ -263,8 +265,8 @@ def test_recursion_from_equal_starts_reaches_the_fixed_point() -> None:
     s = replace(SETTING, workers=8)
     p = q = np.array([[1.0, 0.0], [0.0, 0.0]])
     for _ in range(300):
-        p, q = theory.step(s, p, q)
-    np.testing.assert_allclose(np.stack([p, q]), np.stack(theory.stationary(s)), rtol=1e-9)
+        p, q = moments.step(s, p, q)
+    np.testing.assert_allclose(np.stack([p, q]), np.stack(moments.stationary(s)), rtol=1e-9)
 
 
 def test_no_fixed_point_is_an_error_that_names_the_window() -> None:
@@ -272,23 +274,23 @@ def test_no_fixed_point_is_an_error_that_names_the_window() -> None:
         ValueError,
         match=r"^the spread has no fixed point: gamma is 0\.7, stable between 0 and 0\.38$",
     ):
-        theory.stationary_spread(Setting(0.9, 0.7, 0.7))
+        moments.stationary_spread(Setting(0.9, 0.7, 0.7))
     with pytest.raises(
         ValueError,
         match=r"^the mean has no fixed point: the curvature's pull is 0, stable between 0 and 3$",
     ):
-        theory.stationary(Setting(0.5, 0.7, 0.7, workers=4))
+        moments.stationary(Setting(0.5, 0.7, 0.7, workers=4))
 
 
 def test_quietest_gamma_has_the_smallest_spread() -> None:
     s = replace(SETTING, workers=8)
-    low, high = theory.gamma_window(s)
+    low, high = moments.gamma_window(s)
     spread = {
-        gamma: theory.stationary_spread(replace(s, gamma=gamma))[0, 0]
+        gamma: moments.stationary_spread(replace(s, gamma=gamma))[0, 0]
         for gamma in np.linspace(low, high, 2001)[1:-1]
     }
-    assert theory.gamma_quietest(s) == pytest.approx(min(spread, key=spread.__getitem__), abs=1e-3)
-    assert theory.gamma_quietest(Setting(0.5, 0.7, 0.7)) == pytest.approx(0.75)
+    assert moments.gamma_quietest(s) == pytest.approx(min(spread, key=spread.__getitem__), abs=1e-3)
+    assert moments.gamma_quietest(Setting(0.5, 0.7, 0.7)) == pytest.approx(0.75)
 
 
 # Windows
@@ -297,20 +299,20 @@ def test_quietest_gamma_has_the_smallest_spread() -> None:
 @pytest.mark.parametrize(("alpha", "high"), [(0.0, 2.0), (0.3, 1.82), (0.5, 1.5), (0.9, 0.38)])
 def test_window_of_pairs_among_many_in_a_flat_direction(alpha: float, high: float) -> None:
     s = Setting(alpha, 0.7, 0.0)
-    assert theory.gamma_window(s) == pytest.approx((0, high))
-    assert theory.gamma_max_limit(alpha) == pytest.approx(high)
+    assert moments.gamma_window(s) == pytest.approx((0, high))
+    assert moments.gamma_max_limit(alpha) == pytest.approx(high)
     assert bisected(s, high / 2, 2 * high) == pytest.approx(high, abs=1e-10)
 
 
 @pytest.mark.parametrize("workers", [None, 2, 3, 4, 5, 7, 8, 9, 16, 64])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_closed_limit_of_every_group_size(size: int, workers: int | None) -> None:
-    high = theory.gamma_max_limit(0.7, size, workers)
+    high = moments.gamma_max_limit(0.7, size, workers)
     assert bisected(
         Setting(0.7, 1.0, 0.0, workers=workers, group_size=size), high / 2, 2 * high
     ) == pytest.approx(high, abs=1e-10)
     assert (
-        high >= theory.gamma_max_limit(0.7, size) - 1e-12
+        high >= moments.gamma_max_limit(0.7, size) - 1e-12
     )  # no number of workers is worse than infinitely many
     if workers is None:
         assert high == pytest.approx(2 * (1 - 0.7**2) / (1 - 0.7 * (size - 2) / size))
@@ -321,18 +323,18 @@ def test_closed_limit_of_every_group_size(size: int, workers: int | None) -> Non
 @reproducible
 @given(settings_of())
 def test_window_is_where_the_radius_passes_one(s: Setting) -> None:
-    low, high = theory.gamma_window(s)
+    low, high = moments.gamma_window(s)
     assert 0 <= low < high
     assert bisected(s, (low + high) / 2, 2 * high) == pytest.approx(high, rel=1e-9)
     if low > 1e-6:
-        assert theory.spread_radius(replace(s, gamma=low)) == pytest.approx(1, abs=1e-9)
-        assert theory.spread_radius(replace(s, gamma=low * 0.99)) > 1
+        assert moments.spread_radius(replace(s, gamma=low)) == pytest.approx(1, abs=1e-9)
+        assert moments.spread_radius(replace(s, gamma=low * 0.99)) > 1
 
 
 @reproducible
 @given(settings_of())
 def test_verdict_agrees_with_the_radii(s: Setting) -> None:
-    v = theory.verdict(s)
+    v = moments.verdict(s)
     radius = max(v.spectral_radius_spread, v.spectral_radius_mean if s.curvature_rate else 0.0)
     if abs(radius - 1) > 1e-9:
         assert v.stable == (radius < 1)
@@ -344,34 +346,34 @@ def test_verdict_agrees_with_the_radii(s: Setting) -> None:
 def test_common_window_holds_at_every_curvature_below(
     s: Setting, part: float, place: float
 ) -> None:
-    low, high = theory.common_window(s)
+    low, high = moments.common_window(s)
     if math.isnan(low):
         return
     between = replace(s, gamma=low + place * (high - low), curvature_rate=part * s.curvature_rate)
-    assert theory.spread_radius(between) < 1
+    assert moments.spread_radius(between) < 1
 
 
 def test_strong_curvature_needs_some_averaging_when_momentum_is_high() -> None:
     sharp = Setting(0.9, 0.7, 0.0, curvature_rate=1.0)
-    assert theory.common_window(sharp) == pytest.approx((0.150373, 0.38), abs=1e-6)
-    assert theory.spread_radius(sharp) > 1
-    assert theory.common_window(replace(sharp, alpha=0.5)) == pytest.approx((0, 1.5))
-    assert np.isnan(theory.common_window(replace(sharp, beta=1.5))).all()
+    assert moments.common_window(sharp) == pytest.approx((0.150373, 0.38), abs=1e-6)
+    assert moments.spread_radius(sharp) > 1
+    assert moments.common_window(replace(sharp, alpha=0.5)) == pytest.approx((0, 1.5))
+    assert np.isnan(moments.common_window(replace(sharp, beta=1.5))).all()
 
 
 @pytest.mark.parametrize(("beta", "stable"), [(0.1, True), (2.99, True), (3.01, False)])
 def test_mean_is_stable_up_to_twice_one_plus_alpha(beta: float, stable: bool) -> None:
     """One pair, so that the curvature's pull, β here, does not touch the spread."""
     s = Setting(0.5, beta, 0.7, curvature_rate=1.0, workers=2)
-    assert theory.spread_radius(s) < 1
-    assert (theory.mean_radius(s) < 1) == stable == theory.verdict(s).stable
+    assert moments.spread_radius(s) < 1
+    assert (moments.mean_radius(s) < 1) == stable == moments.verdict(s).stable
 
 
 @pytest.mark.parametrize(("alpha", "best"), [(0.0, 1.0), (0.5, 0.3), (0.9, 0.0104972)])
 def test_best_gamma_of_pairs_among_many_in_a_flat_direction(alpha: float, best: float) -> None:
     s = Setting(alpha, 0.7, 0.7)
-    assert theory.gamma_best(s) == pytest.approx(best, abs=1e-6)
-    assert theory.spread_radius(replace(s, gamma=theory.gamma_best(s))) == pytest.approx(
+    assert moments.gamma_best(s) == pytest.approx(best, abs=1e-6)
+    assert moments.spread_radius(replace(s, gamma=moments.gamma_best(s))) == pytest.approx(
         (1 + alpha**2) / 2
     )
 
@@ -379,16 +381,16 @@ def test_best_gamma_of_pairs_among_many_in_a_flat_direction(alpha: float, best: 
 @reproducible
 @given(settings_of())
 def test_no_gamma_contracts_faster_than_the_best(s: Setting) -> None:
-    best = theory.spread_radius(replace(s, gamma=theory.gamma_best(s)))
+    best = moments.spread_radius(replace(s, gamma=moments.gamma_best(s)))
     others = [
-        theory.spread_radius(replace(s, gamma=gamma))
-        for gamma in np.linspace(*theory.gamma_window(s), 41)
+        moments.spread_radius(replace(s, gamma=gamma))
+        for gamma in np.linspace(*moments.gamma_window(s), 41)
     ]
     assert best <= min(others) + 1e-7
 
 
 def test_verdict_on_the_published_setting_and_on_high_momentum() -> None:
-    published = theory.verdict(Setting(0.5, 0.7, 0.7))
+    published = moments.verdict(Setting(0.5, 0.7, 0.7))
     assert asdict(published) == pytest.approx(
         {
             "stable": True,
@@ -404,10 +406,10 @@ def test_verdict_on_the_published_setting_and_on_high_momentum() -> None:
             "inner_steps": 50,
         }
     )
-    high = theory.verdict(Setting(0.9, 0.7, 0.7))
+    high = moments.verdict(Setting(0.9, 0.7, 0.7))
     assert not high.stable
     assert high.spectral_radius_spread == pytest.approx(1.0984936)
-    assert not theory.verdict(
+    assert not moments.verdict(
         Setting(0.5, 0.7, 0.0)
     ).stable  # without averaging, replicas drift apart in flat directions
 
@@ -419,7 +421,7 @@ def test_mean_square_stability_is_stricter_than_typical_for_few_workers(
     """α = 0.9, γ = 0.7, flat: unstable in mean square for both, but a typical run of 4 workers does
     contract.
     """
-    assert theory.spread_radius(Setting(0.9, 0.7, 0.7, workers=workers)) > 1
+    assert moments.spread_radius(Setting(0.9, 0.7, 0.7, workers=workers)) > 1
     rng, growth = np.random.default_rng(0), 0.0
     x = rng.normal(size=(2, workers))
     for _ in range(3000):
@@ -438,15 +440,15 @@ def test_mean_square_stability_is_stricter_than_typical_for_few_workers(
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_conjectured_factor_holds_for_pairs_only(size: int) -> None:
-    seen = theory.group_deviation(replace(SETTING, workers=12, group_size=size))
+    seen = moments.group_deviation(replace(SETTING, workers=12, group_size=size))
     assert seen.conjectured / seen.independent == pytest.approx(2 * (size - 1) / size)
 
 
 def test_conjecture_in_ratios() -> None:
     s = replace(SETTING, workers=12, group_size=4)
-    rows = theory.conjecture(s, (16, 4, None))
+    rows = moments.conjecture(s, (16, 4, None))
     assert [row.workers for row in rows] == [4, 12, 16, None]
-    p, q = theory.stationary(s)
+    p, q = moments.stationary(s)
     correlation = q[0, 0] / p[0, 0]
     assert rows[1].exact_over_independent == pytest.approx(1 - correlation)
     assert rows[1].exact_over_conjectured == pytest.approx((1 - correlation) / (2 * 3 / 4))
@@ -456,7 +458,7 @@ def test_conjecture_in_ratios() -> None:
 
 def test_independence_holds_for_many_workers_and_fails_in_flat_directions() -> None:
     def correlation(workers: int | None, rate: float) -> float:
-        seen = theory.group_deviation(Setting(0.5, 0.7, 0.7, curvature_rate=rate, workers=workers))
+        seen = moments.group_deviation(Setting(0.5, 0.7, 0.7, curvature_rate=rate, workers=workers))
         return 1 - seen.exact / seen.independent
 
     assert correlation(2, 0.01) == pytest.approx(1)
@@ -471,26 +473,26 @@ def test_group_deviation_agrees_with_monte_carlo() -> None:
     s = replace(SETTING, workers=6, group_size=3, curvature_rate=0.4)
     *_, state = islice(monte_carlo(s, samples=4000, seed=3), 40)
     phi, _ = shuffled(*state, np.random.default_rng(4))
-    seen = theory.group_deviation(s)
+    seen = moments.group_deviation(s)
     assert_agrees(((phi[:3] - phi[:3].mean(0)) ** 2).mean(0), np.array(seen.exact))
     assert_agrees((phi**2).mean(0) * 2 / 3, np.array(seen.independent))
 
 
 def test_spread_is_quadratic_in_the_learning_rate_below_its_range() -> None:
     s = Setting(0.5, 0.7, 0.7, inner_steps=5, workers=16)
-    law = theory.omega_squared_law(s)
-    tiny = theory.stationary_spread(replace(s, curvature_rate=1e-7))[0, 0]
+    law = moments.omega_squared_law(s)
+    tiny = moments.stationary_spread(replace(s, curvature_rate=1e-7))[0, 0]
     assert tiny / 1e-14 == pytest.approx(law.constant, rel=1e-4)
-    edge = theory.omega_squared_law(replace(s, curvature_rate=law.valid_below))
+    edge = moments.omega_squared_law(replace(s, curvature_rate=law.valid_below))
     assert 0.9 < edge.ratio < 0.92
-    inside = theory.omega_squared_law(replace(s, curvature_rate=law.valid_below / 100))
+    inside = moments.omega_squared_law(replace(s, curvature_rate=law.valid_below / 100))
     assert 1 - inside.ratio == pytest.approx(0.001, rel=0.01)
     assert law.ratio == 1
 
 
 def test_spread_is_linear_in_the_learning_rate_far_beyond() -> None:
     small, large = (
-        theory.stationary_spread(Setting(0.5, 0.7, 0.7, curvature_rate=r, inner_steps=5000))[0, 0]
+        moments.stationary_spread(Setting(0.5, 0.7, 0.7, curvature_rate=r, inner_steps=5000))[0, 0]
         for r in (0.02, 0.04)
     )
     assert large / small == pytest.approx(2 * (2 - 0.02) / (2 - 0.04))
@@ -512,7 +514,7 @@ def test_spread_is_linear_in_the_learning_rate_far_beyond() -> None:
 )
 def test_law_without_a_spread_is_an_error(change: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        theory.omega_squared_law(replace(SETTING, **change))
+        moments.omega_squared_law(replace(SETTING, **change))
 
 
 @pytest.mark.parametrize(
@@ -543,8 +545,8 @@ def test_questions_without_an_answer_are_refused() -> None:
         match=r"^curvature_rate is 0; a flat direction has no variance to compare: take a small "
         r"one$",
     ):
-        theory.group_deviation(Setting(0.5, 0.7, 0.7))
+        moments.group_deviation(Setting(0.5, 0.7, 0.7))
     with pytest.raises(
         ValueError, match=r"^curvature_rate is 1\.5; the pull grows with it up to 1 only$"
     ):
-        theory.common_window(replace(SETTING, curvature_rate=1.5))
+        moments.common_window(replace(SETTING, curvature_rate=1.5))

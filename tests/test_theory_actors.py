@@ -13,9 +13,9 @@ from inline import Quadratic, simulator
 from torch import Tensor
 
 from archipel.actor import NodeId, Trained
-from archipel.pool import Done
-from archipel.theory import Setting, step
-from archipel.topology import Topology
+from archipel.sim.topology import Topology
+from archipel.theory.moments import Setting, step
+from archipel.train.pool import Done
 
 COORDINATES = 400  # independent copies of the quadratic; they share the random groups
 RUNS = 150  # independent random groups

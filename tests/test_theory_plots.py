@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from archipel import theory, theory_plots
-from archipel.theory import Setting
+from archipel.theory import moments, plots
+from archipel.theory.moments import Setting
 
 PUBLISHED = Setting(0.5, 0.7, 0.7)
 
 
 def test_the_window_of_pairs_among_many_is_twice_one_minus_alpha_squared() -> None:
-    axes = theory_plots.window(replace(PUBLISHED, alpha=0.3, gamma=1.0)).axes[0]
+    axes = plots.window(replace(PUBLISHED, alpha=0.3, gamma=1.0)).axes[0]
     lines = {str(line.get_label()): line.get_xydata() for line in axes.lines}
     alphas, highs = np.asarray(lines["pairs, N → ∞"]).T
     np.testing.assert_allclose(highs, 2 * (1 - alphas**2))
@@ -26,7 +26,7 @@ def test_the_window_of_pairs_among_many_is_twice_one_minus_alpha_squared() -> No
 
 
 def test_on_the_ellipse_the_factor_is_one() -> None:
-    axes = theory_plots.ellipse(PUBLISHED).axes[0]
+    axes = plots.ellipse(PUBLISHED).axes[0]
     for alpha, line in zip((0.5, 0.9), axes.lines, strict=False):
         points = [
             (gamma, k) for gamma, k in np.asarray(line.get_xydata())[::80] if gamma > 0 and k > 1e-3
@@ -34,11 +34,11 @@ def test_on_the_ellipse_the_factor_is_one() -> None:
         assert len(points) > 10
         for gamma, k in points:  # D = −1, so that k = β
             at = Setting(alpha, float(k), float(gamma), curvature_rate=1.0, inner_steps=1)
-            assert theory.spread_radius(at) == pytest.approx(1, abs=1e-6)
+            assert moments.spread_radius(at) == pytest.approx(1, abs=1e-6)
 
 
 def test_dots_lie_where_factor_and_spread_are_least() -> None:
-    for axes in theory_plots.factor_and_spread(replace(PUBLISHED, workers=8)).axes:
+    for axes in plots.factor_and_spread(replace(PUBLISHED, workers=8)).axes:
         for line, dot in zip(axes.lines[:8:2], axes.lines[1:8:2], strict=True):
             least = np.asarray(line.get_ydata()).min()
             assert np.asarray(dot.get_ydata())[0] == pytest.approx(least, rel=1e-2)
@@ -48,16 +48,16 @@ def test_dots_lie_where_factor_and_spread_are_least() -> None:
 def test_files_are_written_and_are_the_same_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, left_out = theory_plots.write(PUBLISHED, tmp_path / "all")
-    assert [path.name for path in paths] == list(theory_plots.FIGURES)
+    paths, left_out = plots.write(PUBLISHED, tmp_path / "all")
+    assert [path.name for path in paths] == list(plots.FIGURES)
     assert not left_out
-    monkeypatch.setattr(theory_plots, "FIGURES", {"theory_window.png": theory_plots.window})
-    theory_plots.write(PUBLISHED, tmp_path / "again")
+    monkeypatch.setattr(plots, "FIGURES", {"theory_window.png": plots.window})
+    plots.write(PUBLISHED, tmp_path / "again")
     assert paths[0].read_bytes() == (tmp_path / "again" / "theory_window.png").read_bytes()
 
 
 def test_figures_without_a_fixed_point_are_left_out_with_the_reason(tmp_path: Path) -> None:
-    paths, left_out = theory_plots.write(Setting(0.9, 0.7, 0.7), tmp_path)
+    paths, left_out = plots.write(Setting(0.9, 0.7, 0.7), tmp_path)
     assert [path.name for path in paths] == [
         "theory_window.png",
         "theory_ellipse.png",

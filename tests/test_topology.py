@@ -12,7 +12,7 @@ import pytest
 
 from archipel.actor import NodeId
 from archipel.errors import UserError
-from archipel.topology import PRESETS, PROFILES, Link, Topology, load_topology, parse_topology
+from archipel.sim.topology import PRESETS, PROFILES, Link, Topology, load_topology, parse_topology
 
 TWO: dict[str, Any] = {"regions": {"north": [1.0], "south": [1.0]}}
 """The fields of a topology of two regions that are not linked."""

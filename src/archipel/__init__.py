@@ -3,9 +3,9 @@
 __version__ = "0.1.0"
 
 from archipel.actor import Actor, Context, Message, MethodConfig, NodeId, World
-from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.task import Schedule, Task, adamw
+from archipel.train.data import Shard
+from archipel.train.task import Schedule, Task, adamw
 
 __all__ = [
     "Actor",

@@ -28,11 +28,9 @@ from rich.table import Table
 from rich.text import Text
 
 import archipel
-from archipel import experiment, fuzz, latency, methods, report, studies, theory, theory_plots
+from archipel import experiment, fuzz, methods, report, studies
 from archipel.checkpoint import Every, noted_every, parse_every
 from archipel.errors import Diverged, TrainingError, UserError, nearest
-from archipel.faults import FaultsConfig
-from archipel.pool import Pool
 from archipel.recipe import (
     DEFAULT_PROFILE,
     DEFAULT_TOPOLOGY,
@@ -45,9 +43,13 @@ from archipel.recipe import (
     read_recipe,
     section,
 )
-from archipel.screening import ScreeningConfig
-from archipel.task import CONFIGS
-from archipel.topology import MEASURED, PRESETS, PROFILES, load_topology
+from archipel.run.screening import ScreeningConfig
+from archipel.sim.faults import FaultsConfig
+from archipel.sim.topology import MEASURED, PRESETS, PROFILES, load_topology
+from archipel.theory import latency, moments
+from archipel.theory import plots as theory_plots
+from archipel.train.pool import Pool
+from archipel.train.task import CONFIGS
 from archipel.yamlfile import dump
 
 if TYPE_CHECKING:  # it imports Ray, which takes a second
@@ -554,9 +556,9 @@ def theory_noloco(
             "as 0.001"
         )
     try:
-        setting = theory.Setting(alpha, beta, gamma, curvature, inner_steps, workers, group_size)
-        verdict = theory.verdict(setting)
-        compared = theory.conjecture(setting) if conjecture else []
+        setting = moments.Setting(alpha, beta, gamma, curvature, inner_steps, workers, group_size)
+        verdict = moments.verdict(setting)
+        compared = moments.conjecture(setting) if conjecture else []
     except ValueError as error:  # it begins with the name of a field
         field, _, rest = str(error).partition(" ")
         option = {"curvature_rate": "curvature"}.get(field, field).replace("_", "-")

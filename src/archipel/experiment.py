@@ -32,21 +32,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import archipel
-from archipel import checkpoint, methods, outer, theory
+from archipel import checkpoint, methods, outer
 from archipel.actor import Actor, NodeId, Vector, World
 from archipel.checkpoint import Every, Surroundings
-from archipel.data import shards_of
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.faults import make_faults
-from archipel.metrics import Recorder
-from archipel.network import Network
-from archipel.pipeline import Pipeline, boundary_bytes, split
-from archipel.pool import NoTraining, Pool, Trainer
 from archipel.recipe import DEFAULT_STEPS, Recipe
-from archipel.replica import Run
-from archipel.simulator import Simulator, Stop
-from archipel.task import NoTask, Task
-from archipel.topology import Profile
+from archipel.run.metrics import Recorder
+from archipel.sim.clock import Simulator, Stop
+from archipel.sim.faults import make_faults
+from archipel.sim.network import Network
+from archipel.sim.topology import Profile
+from archipel.theory import moments
+from archipel.train.data import shards_of
+from archipel.train.pipeline import Pipeline, boundary_bytes, split
+from archipel.train.pool import NoTraining, Pool, Trainer
+from archipel.train.replica import Run
+from archipel.train.task import NoTask, Task
 from archipel.vector import Layout
 
 Progress = Callable[[int, int, float], None]
@@ -203,7 +204,7 @@ def warn_of_divergence(recipe: Recipe) -> None:
     )
     if size == 1:  # nobody averages: replicas are meant to go their own ways
         return
-    verdict = theory.verdict(theory.Setting(alpha, beta, gamma, workers=workers, group_size=size))
+    verdict = moments.verdict(moments.Setting(alpha, beta, gamma, workers=workers, group_size=size))
     if not verdict.stable:
         warnings.warn(
             f"{recipe.label}: gamma = {gamma} will drive the replicas apart: with alpha = {alpha}, "

@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from archipel import experiment, invariants, methods
-from archipel.invariants import Ledger, Violation
+from archipel import experiment, methods
 from archipel.recipe import parse_recipe
+from archipel.run import invariants
+from archipel.run.invariants import Ledger, Violation
 
 FAULTS_UNTIL_S = 100
 KINDS = ("slow", "crash", "leave", "join", "loss", "delay", "duplicate", "link_down", "partition")

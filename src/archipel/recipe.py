@@ -17,11 +17,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from archipel import methods
 from archipel.actor import MethodConfig
 from archipel.errors import UserError, explain, nearest
-from archipel.faults import FaultsConfig, parse_faults
-from archipel.pipeline import Routing
-from archipel.screening import ScreeningConfig
-from archipel.task import GptTask, TaskConfig, task_config
-from archipel.topology import MEASURED, PROFILES, Profile, Topology, load_topology, parse_topology
+from archipel.run.screening import ScreeningConfig
+from archipel.sim.faults import FaultsConfig, parse_faults
+from archipel.sim.topology import (
+    MEASURED,
+    PROFILES,
+    Profile,
+    Topology,
+    load_topology,
+    parse_topology,
+)
+from archipel.train.pipeline import Routing
+from archipel.train.task import GptTask, TaskConfig, task_config
 from archipel.yamlfile import dump, parse, read_mapping
 
 KEYS = (

@@ -57,18 +57,18 @@ from archipel.actor import (
     Vector,
 )
 from archipel.checkpoint import Surroundings
-from archipel.data import Shard
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.all_reduce import AllReduceMessage, AllReduces
 from archipel.live.mail import Envelope, Inbox, contents
-from archipel.live.sharded import Leader, ShardedReplica
-from archipel.live.stage import Stage
-from archipel.metrics import Recorder, Training
-from archipel.pipeline import Pipeline
-from archipel.pool import place_of
-from archipel.replica import NonFiniteLoss, Replica, Run, Solo
-from archipel.screening import Screen, ScreeningConfig, vectors_of
-from archipel.task import NoTask, TaskConfig, make_task
+from archipel.run.metrics import Recorder, Training
+from archipel.run.screening import Screen, ScreeningConfig, vectors_of
+from archipel.train.data import Shard
+from archipel.train.pipeline import Pipeline
+from archipel.train.pool import place_of
+from archipel.train.replica import NonFiniteLoss, Replica, Run, Solo
+from archipel.train.sharded import Leader, ShardedReplica
+from archipel.train.stage import Stage
+from archipel.train.task import NoTask, TaskConfig, make_task
 
 # What a host is told and what it tells
 

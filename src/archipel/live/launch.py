@@ -35,23 +35,23 @@ import torch
 from archipel import checkpoint, experiment
 from archipel.actor import Actor, NodeId, Vector
 from archipel.checkpoint import Every, Surroundings
-from archipel.data import Shard, shards_of
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.experiment import CHECKPOINTS, INTERRUPTED, LIVE, Ended
-from archipel.faults import FaultsConfig
 from archipel.live.cluster import check_protected, machines, place, session
 from archipel.live.host import Meeting, Saves, Setup, device
 from archipel.live.ray_host import ask_for_port
 from archipel.live.watch import Evaluator, Now, Watch
-from archipel.metrics import Recorder, merged
-from archipel.network import Network
-from archipel.pipeline import Pipeline, check_micro_batches, cut, join
-from archipel.pool import Done, NoTraining, Promise, median_step_time_s
 from archipel.recipe import Recipe
-from archipel.replica import Replica, Run
-from archipel.simulator import Simulator, Stop
-from archipel.task import NoTask, Task, make_task
-from archipel.topology import Profile
+from archipel.run.metrics import Recorder, merged
+from archipel.sim.clock import Simulator, Stop
+from archipel.sim.faults import FaultsConfig
+from archipel.sim.network import Network
+from archipel.sim.topology import Profile
+from archipel.train.data import Shard, shards_of
+from archipel.train.pipeline import Pipeline, check_micro_batches, cut, join
+from archipel.train.pool import Done, NoTraining, Promise, median_step_time_s
+from archipel.train.replica import Replica, Run
+from archipel.train.task import NoTask, Task, make_task
 from archipel.vector import Layout, largest
 
 # Rehearsal

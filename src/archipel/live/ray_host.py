@@ -31,9 +31,9 @@ from archipel.live.host import (
     meet,
 )
 from archipel.live.mail import Envelope
-from archipel.live.sharded import ShardedReplica
 from archipel.recipe import Recipe
-from archipel.task import make_task
+from archipel.train.sharded import ShardedReplica
+from archipel.train.task import make_task
 
 
 @ray.remote(

@@ -29,10 +29,10 @@ from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.cluster import Machine, listed, machines, place
 from archipel.live.host import Beginning, Meeting, News, NotFinite, Record, Setup, Snapshot, Status
 from archipel.live.ray_host import make_followers, make_host
-from archipel.metrics import Evaluation, Recorder
 from archipel.recipe import Recipe
-from archipel.replica import Replica
-from archipel.simulator import NOT_FINITE
+from archipel.run.metrics import Evaluation, Recorder
+from archipel.sim.clock import NOT_FINITE
+from archipel.train.replica import Replica
 
 TICK_S = 1.0
 """How often hosts are asked how things stand."""

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from archipel import experiment, report
 from archipel.recipe import parse_recipe
 from archipel.studies import Answer, Settings
-from archipel.task import Schedule
+from archipel.train.task import Schedule
 
 TITLE = "Does the spread of NoLoCo's replicas follow the inner learning rate?"
 WORKERS = 8

@@ -28,12 +28,13 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from archipel import experiment, report, theory
+from archipel import experiment, report
 from archipel.errors import Diverged
 from archipel.methods import noloco
 from archipel.recipe import Recipe, parse_recipe
 from archipel.studies import Answer, Settings
-from archipel.task import Schedule
+from archipel.theory import moments
+from archipel.train.task import Schedule
 
 TITLE = "Do NoLoCo's replicas drift apart outside the window of its averaging strength?"
 WORKERS, OUTER_STEPS, BETA = 8, 50, 0.7
@@ -153,7 +154,7 @@ def growth(spread: Curve) -> float:
     return math.exp(np.polyfit(np.arange(len(half)), np.log(half), 1)[0])
 
 
-def typical_factor(setting: theory.Setting, outer_steps: int = 20_000) -> float:
+def typical_factor(setting: moments.Setting, outer_steps: int = 20_000) -> float:
     """The factor of the replicas' standard deviation in an outer step of a long run, pairs, flat
     direction, no kicks.
 
@@ -210,13 +211,13 @@ def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any
     """One setting: factors of the spread in an outer step, the last spread, and both losses; see
     `LEGEND`.
     """
-    flat = theory.Setting(key[0], BETA, key[1], workers=WORKERS)
+    flat = moments.Setting(key[0], BETA, key[1], workers=WORKERS)
     spreads, replicas, means = (
         [curve(run, name) for run in runs] for name in ("replica_std", "replica_loss", "loss")
     )
     return [
         *key,
-        f"{math.sqrt(theory.spread_radius(flat)):.3f}",
+        f"{math.sqrt(moments.spread_radius(flat)):.3f}",
         f"{typical_factor(flat):.3f}",
         _mean_sd([growth(line) for line in predictions]),
         _mean_sd([growth(spread) for spread in spreads]),
@@ -231,7 +232,7 @@ def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any
 
 def _finding(key: Key, runs: list[report.Run]) -> str:
     """What happened with one setting, mean over seeds."""
-    low, high = theory.gamma_window(theory.Setting(key[0], BETA, key[1], workers=WORKERS))
+    low, high = moments.gamma_window(moments.Setting(key[0], BETA, key[1], workers=WORKERS))
     side = "inside" if low < key[1] < high else "outside"
     factor = np.mean([growth(curve(run, "replica_std")) for run in runs])
     curves = {

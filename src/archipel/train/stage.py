@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from archipel.actor import NodeId
-from archipel.data import Shard
 from archipel.errors import TrainingError
-from archipel.pipeline import Pipeline, cut, micro
-from archipel.replica import Replica, Run, check_loss, finite, loss_of, seed_step
-from archipel.task import Batch, Task
+from archipel.train.data import Shard
+from archipel.train.pipeline import Pipeline, cut, micro
+from archipel.train.replica import Replica, Run, check_loss, finite, loss_of, seed_step
+from archipel.train.task import Batch, Task
 
 FORWARD, BACKWARD, NORM = 0, 1, 2
 """Kinds of messages; with the number of the micro-batch they make a tag."""

@@ -25,7 +25,7 @@ from pydantic import Field, ValidationError
 
 from archipel.actor import NodeId
 from archipel.errors import UserError, explain, nearest
-from archipel.topology import Strict, Topology
+from archipel.sim.topology import Strict, Topology
 
 # What a recipe says. Nodes are written `region/name`, times are seconds on the virtual clock.
 

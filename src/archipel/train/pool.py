@@ -33,12 +33,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+import archipel
 from archipel.actor import Gradient, NodeId, Trained, Vector
-from archipel.data import Shard, shards_of
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.pipeline import Pipeline, Stages, check_micro_batches, cut
-from archipel.replica import NonFiniteLoss, Replica, Run, TensorSpec
-from archipel.task import TaskConfig, make_task
+from archipel.train.data import Shard, shards_of
+from archipel.train.pipeline import Pipeline, Stages, check_micro_batches, cut
+from archipel.train.replica import NonFiniteLoss, Replica, Run, TensorSpec
+from archipel.train.task import TaskConfig, make_task
 from archipel.vector import largest
 
 ALIGNMENT_BYTES = 64
@@ -531,7 +532,7 @@ class Pool:
             [
                 sys.executable,
                 "-c",
-                "from archipel.pool import main; main()",
+                "from archipel.train.pool import main; main()",
                 str(there.fileno()),
                 str(self.memory),
             ],
@@ -648,7 +649,7 @@ def place_of(error: Exception) -> str:
     package's, if there is any.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = ("site-packages", os.path.dirname(__file__))
+    foreign = ("site-packages", os.path.dirname(archipel.__file__))
     own = [frame for frame in frames if not any(part in frame.filename for part in foreign)]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from archipel.actor import Group, NodeId
-from archipel.topology import Link, Topology
+from archipel.sim.topology import Link, Topology
 
 EXACT_RING_REGIONS = 8
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from archipel.data import Shard
-from archipel.task import Batch, Task
+from archipel.train.data import Shard
+from archipel.train.task import Batch, Task
 from archipel.vector import Layout, buffer_places, integer_buffers, parameters
 
 

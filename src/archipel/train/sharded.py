@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from archipel.data import Shard
-from archipel.pipeline import micro
-from archipel.replica import Run, check_loss, finite, loss_of, seed_step, set_learning_rate
-from archipel.task import Task
+from archipel.train.data import Shard
+from archipel.train.pipeline import micro
+from archipel.train.replica import Run, check_loss, finite, loss_of, seed_step, set_learning_rate
+from archipel.train.task import Task
 from archipel.vector import Layout, float_buffers, integer_buffers, parameters
 
 

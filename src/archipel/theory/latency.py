@@ -55,7 +55,7 @@ TENFOLD, TARGET = (
     10.0,
     0.2,
 )
-# Published: 10 times as fast at a few hundred workers; 20 % of the time at 1024 nodes and 100 steps.
+# Published: 10 times as fast at a few hundred workers; 20 % of the time at 1024 and 100 steps.
 FEW_HUNDRED = (256, 512)
 _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,

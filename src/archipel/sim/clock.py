@@ -46,14 +46,14 @@ from archipel.actor import (
     Worker,
 )
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.faults import Cut, Fail, Faults, Mend, Notice, Return, Save, Strike
-from archipel.invariants import Ledger, Violation, counts
-from archipel.metrics import Evaluation, Recorder, Training
-from archipel.network import FairLink, Network
-from archipel.pipeline import Pipeline, join, norm_end_s, step_end_s
-from archipel.pool import Promise, Trainer
-from archipel.screening import Screen, ScreeningConfig, vectors_of
-from archipel.topology import Profile
+from archipel.run.invariants import Ledger, Violation, counts
+from archipel.run.metrics import Evaluation, Recorder, Training
+from archipel.run.screening import Screen, ScreeningConfig, vectors_of
+from archipel.sim.faults import Cut, Fail, Faults, Mend, Notice, Return, Save, Strike
+from archipel.sim.network import FairLink, Network
+from archipel.sim.topology import Profile
+from archipel.train.pipeline import Pipeline, join, norm_end_s, step_end_s
+from archipel.train.pool import Promise, Trainer
 
 NOT_FINITE = 3
 """A worker whose loss is not finite so many times in a row, with no inner steps that it finishes in

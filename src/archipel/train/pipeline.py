@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from archipel.actor import Group, NodeId, Vector
-from archipel.data import Shard
 from archipel.errors import UserError
-from archipel.replica import Replica, Run, check_loss, finite, loss_of, seed_step
-from archipel.task import Batch, Task
+from archipel.train.data import Shard
+from archipel.train.replica import Replica, Run, check_loss, finite, loss_of, seed_step
+from archipel.train.task import Batch, Task
 from archipel.vector import Layout, parameters
 
 Routing = Literal["random", "fixed"]

@@ -17,11 +17,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from archipel import data
-from archipel.data import Corpus, Shard
 from archipel.errors import UserError, nearest
-from archipel.gpt import GPT, next_token_loss
 from archipel.pyfile import import_file, whereabouts
+from archipel.train import data
+from archipel.train.data import Corpus, Shard
+from archipel.train.gpt import GPT, next_token_loss
 
 Batch = Any
 

@@ -17,8 +17,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from archipel import theory
-from archipel.theory import Setting
+from archipel.theory import moments
+from archipel.theory.moments import Setting
 
 _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
@@ -45,7 +45,7 @@ def window(setting: Setting) -> Figure:
     crowds = [(2, None), (4, None), (8, None), (2, 16), (2, 8), (2, 4)]
     for size, workers in crowds:
         label = f"groups of {size}, N → ∞" if workers is None else f"pairs, N = {workers}"
-        highs = [theory.gamma_max_limit(float(alpha), size, workers) for alpha in alphas]
+        highs = [moments.gamma_max_limit(float(alpha), size, workers) for alpha in alphas]
         axes.plot(
             alphas,
             highs,
@@ -81,7 +81,7 @@ def ellipse(setting: Setting) -> Figure:
         # One inner step at ωλ = 1 has D = −1, so that k = β: any k can be asked for.
         one = replace(setting, alpha=alpha, inner_steps=1, curvature_rate=1.0)
         pulls = np.linspace(1e-6, 4 * (1 + alpha), 2001)
-        edges = np.array([theory.gamma_window(replace(one, beta=float(k))) for k in pulls])
+        edges = np.array([moments.gamma_window(replace(one, beta=float(k))) for k in pulls])
         inside = ~np.isnan(edges[:, 0])
         low, high, pulls = edges[inside, 0], edges[inside, 1], pulls[inside]
         axes.fill_betweenx(pulls, low, high, color=color, alpha=0.2)
@@ -123,21 +123,21 @@ def factor_and_spread(setting: Setting) -> Figure:
     factors, spreads = figure.subplots(1, 2)
     for alpha in ALPHAS:
         flat = replace(setting, alpha=alpha, curvature_rate=0.0)
-        _, high = theory.gamma_window(flat)
+        _, high = moments.gamma_window(flat)
         gammas = np.linspace(0, 2, 201)
         factors.plot(
             gammas,
-            [theory.spread_radius(replace(flat, gamma=float(g))) for g in gammas],
+            [moments.spread_radius(replace(flat, gamma=float(g))) for g in gammas],
             label=f"α = {alpha}",
         )
-        best = replace(flat, gamma=theory.gamma_best(flat))
+        best = replace(flat, gamma=moments.gamma_best(flat))
         factors.plot(
-            best.gamma, theory.spread_radius(best), "o", color=factors.lines[-1].get_color()
+            best.gamma, moments.spread_radius(best), "o", color=factors.lines[-1].get_color()
         )
         # The flat limit of V/s²: the law's constant is V/(ωλ)² where s² = m(ωλσ)².
         stable = np.linspace(0, high, 502)[1:-1]
         values = [_spread_over_noise(replace(flat, gamma=float(g))) for g in stable]
-        quiet = replace(flat, gamma=theory.gamma_quietest(flat))
+        quiet = replace(flat, gamma=moments.gamma_quietest(flat))
         spreads.semilogy(stable, values, label=f"α = {alpha}")
         spreads.semilogy(
             quiet.gamma, _spread_over_noise(quiet), "o", color=spreads.lines[-1].get_color()
@@ -172,12 +172,12 @@ def omega_squared(setting: Setting) -> Figure:
     rates = np.geomspace(1e-6, 1, 121)
     for steps in (10, 50, 100):
         one = replace(setting, inner_steps=steps, sigma=1.0)
-        law = theory.omega_squared_law(one)
+        law = moments.omega_squared_law(one)
         stable = [
             s for s in (replace(one, curvature_rate=float(r)) for r in rates) if _is_stable(s)
         ]
         seen = [s.curvature_rate for s in stable]
-        exact = [float(theory.stationary_spread(s)[0, 0]) ** 0.5 for s in stable]
+        exact = [float(moments.stationary_spread(s)[0, 0]) ** 0.5 for s in stable]
         (line,) = axes.loglog(seen, exact, label=f"m = {steps}")
         axes.loglog(rates, law.constant**0.5 * rates, ":", color=line.get_color())
         axes.loglog(
@@ -212,11 +212,11 @@ def conjecture(setting: Setting) -> Figure:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     for size, axes in zip((2, 3, 4), figure.subplots(1, 3, sharey=True), strict=True):
         crowds = [size * 2**k for k in range(1, 11)]
-        many = theory.group_deviation(
+        many = moments.group_deviation(
             replace(setting, curvature_rate=rate, workers=None, group_size=size)
         ).exact
         found = [
-            theory.group_deviation(
+            moments.group_deviation(
                 replace(setting, curvature_rate=rate, workers=n, group_size=size)
             )
             for n in crowds
@@ -280,10 +280,10 @@ def _crowd(setting: Setting) -> str:
 
 
 def _is_stable(setting: Setting) -> bool:
-    low, high = theory.gamma_window(setting)
+    low, high = moments.gamma_window(setting)
     return low < setting.gamma < high
 
 
 def _spread_over_noise(flat: Setting) -> float:
     """V/s² in a flat direction: the law's constant without its m and σ."""
-    return theory.omega_squared_law(replace(flat, inner_steps=1, sigma=1.0)).constant
+    return moments.omega_squared_law(replace(flat, inner_steps=1, sigma=1.0)).constant
