@@ -479,7 +479,7 @@ class Host:
                 self.now,
                 self.events,
                 self.now - self.last_event_s,
-                self.actor.absorbed,
+                self.actor.trained,
                 sum(recorder.compute_s.values()),
                 self.loss,
                 self._doing(),
@@ -630,11 +630,11 @@ class Host:
 
     def _keep_at_marks(self) -> None:
         marks, reached = self.setup.marks, len(self.snapshots)
-        if reached < len(marks) and self.actor.absorbed >= marks[reached]:
+        if reached < len(marks) and self.actor.trained >= marks[reached]:
             snapshot = self._snapshot()
             while (
                 len(self.snapshots) < len(marks)
-                and self.actor.absorbed >= marks[len(self.snapshots)]
+                and self.actor.trained >= marks[len(self.snapshots)]
             ):
                 self.snapshots.append(snapshot)
             if len(self.snapshots) == len(marks):
@@ -644,7 +644,7 @@ class Host:
         model = self.actor.model()
         return Snapshot(
             self.now,
-            self.actor.absorbed,
+            self.actor.trained,
             self.actor.outer_steps,
             None if model is None else self.keep(model),
         )

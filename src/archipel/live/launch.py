@@ -68,7 +68,7 @@ class Marks(NoTraining):
 
     def evaluate(self, theta: Vector, due_s: float) -> Promise:
         self.marks.append(
-            {actor.me: actor.absorbed for actor in self.actors if actor.model() is not None}
+            {actor.me: actor.trained for actor in self.actors if actor.model() is not None}
         )
         return Done(None)
 

@@ -445,24 +445,24 @@ class Simulator:
 
     def _handle(self, to: NodeId, message: Message, sender: NodeId) -> None:
         actor = self.actors[to]
-        before = actor.absorbed
+        before = actor.trained
         if self.books:
             others = counts(actor)
             actor.upon(message, sender, self.contexts[to])
             self.ledger.counts(actor, others, server=to not in self.step_time_s)
         else:
             actor.upon(message, sender, self.contexts[to])
-        if actor.absorbed != before:
+        if actor.trained != before:
             if self.trouble.begun:
                 self._recount()
             else:
-                self._absorbed(self.absorbed_by_nodes + actor.absorbed - before)
+                self._absorbed(self.absorbed_by_nodes + actor.trained - before)
 
     def _recount(self) -> None:
         """Count the absorbed inner steps anew: those of the dead only count if nobody who is there
         holds the model.
         """
-        absorbed = sum(actor.absorbed for actor in self.holders())
+        absorbed = sum(actor.trained for actor in self.holders())
         if absorbed != self.absorbed_by_nodes:
             self._absorbed(absorbed)
 
