@@ -15,11 +15,13 @@ from inline import Inline, Quadratic, linear_task, model_of, simulator, watch_ca
 from pydantic import ValidationError
 
 from archipel import methods
-from archipel.actor import NodeId, World
-from archipel.methods import noloco
+from archipel.actor import Joined, Message, NodeId, Refused, Trained, Worker, World
+from archipel.methods import halos, noloco
+from archipel.parameter_server import Delta
 from archipel.run import wire
 from archipel.run.census import Plan
 from archipel.sim.topology import Topology, load_topology
+from archipel.train.pool import Done
 from archipel.train.replica import Run
 from archipel.vector import Layout
 
@@ -62,6 +64,42 @@ WORLDS = {
     "shared links": load_topology("uneven-2-6").model_copy(update={"sharing": "fair"}),
     "a tree": load_topology("two-regions").model_copy(update={"collective": "tree"}),
 }
+
+SUMS: dict[str, Any] = {
+    "merge_weight": 0.0,
+    "local_lr": 1.0,
+    "local_momentum": 0.0,
+    "local_buffer": 1,
+    "global_lr": 1.0,
+    "global_momentum": 0.0,
+    "global_buffer": 1,
+}
+"""Settings with which HALoS' servers add up what they get."""
+W0 = NodeId("a", "w0")
+
+
+def workers_of_one_region(count: int) -> tuple[Worker, ...]:
+    return Topology(regions={"a": [1.0] * count}).workers
+
+
+@dataclasses.dataclass
+class Post:
+    """A context that keeps what an actor sends."""
+
+    sent: list[tuple[NodeId, Message]] = dataclasses.field(default_factory=list)
+
+    def send(self, to: NodeId, message: Message) -> None:
+        self.sent.append((to, message))
+
+    def to(self, node: NodeId) -> list[Any]:
+        return [message for to, message in self.sent if to == node]
+
+
+class Steps(Quadratic):
+    """Every inner step moves all weights by one."""
+
+    def train(self, worker: NodeId, theta: Any, steps: int, progress: int, due_s: float) -> Done:
+        return Done(Trained(theta + steps, steps, (1.0,) * steps))
 
 
 def small(name: str) -> dict[str, Any]:
@@ -452,6 +490,68 @@ def test_halos_tells_workers_the_progress_that_its_server_knows_of() -> None:
     sim = simulator("halos", Listening(), settings={"inner_steps": 4, "accumulate": 3}, steps=120)
     sim.run()
     assert told == [4 * i for i in range(len(told))]
+
+
+@pytest.mark.parametrize(("report_since", "absorbed"), [("merge", 6 + 10), ("send", 6 + 11)])
+def test_halos_absorbs_the_inner_steps_that_are_in_a_report_and_plans_by_all(
+    report_since: str, absorbed: int
+) -> None:
+    """By hand, K = 2: updates of 3 and 3 steps are reported; one of 1 step comes while the report
+    is in flight; after the merge 5 and 5 are reported.
+    """
+    world = World(workers_of_one_region(2), 1, 0)
+    config = halos.Config(**SUMS, accumulate=2, report_since=report_since)
+    global_server, server, *_ = halos.build(config, world, torch.zeros(1))
+    post = Post()
+    for steps in (3, 3, 1):
+        server.upon(Delta(torch.tensor([float(steps)]), steps), W0, post)
+    [report] = post.to(global_server.me)
+    global_server.upon(report, server.me, post)
+    assert (global_server.absorbed, global_server.trained) == (6, 6)
+    [model] = post.to(server.me)
+    server.upon(model, global_server.me, post)
+    for steps in (5, 5):
+        server.upon(Delta(torch.tensor([float(steps)]), steps), W0, post)
+    _, report = post.to(global_server.me)
+    global_server.upon(report, server.me, post)
+    assert (global_server.absorbed, global_server.trained) == (absorbed, 6 + 1 + 10)
+    assert float(global_server.theta) == -absorbed  # each step moved its model by one
+
+
+@pytest.mark.parametrize("report_since", ["merge", "send"])
+def test_halos_absorbs_what_its_model_has_moved_by(report_since: str) -> None:
+    """Where every inner step moves by one and the servers add up, the model itself is the count."""
+    sim = simulator(
+        "halos",
+        Steps(),
+        topology="halos-4x4",
+        settings={**SUMS, "accumulate": 3, "report_since": report_since},
+        theta=torch.zeros(1),
+        steps=5000,
+    )
+    assert sim.run() == "steps"
+    server = sim.actors[NodeId("r0", "global")]
+    assert server.absorbed == float(server.theta)
+    assert server.trained >= 5000
+    assert (server.absorbed == server.trained) == (report_since == "send")
+
+
+def test_halos_forgets_a_report_that_is_refused_or_lost() -> None:
+    """What was in it is in no later report, so that it is neither absorbed nor planned by."""
+    world = World(workers_of_one_region(1), 1, 0)
+    config = halos.Config(**SUMS, accumulate=1)
+    global_server, server, *_ = halos.build(config, world, torch.zeros(1))
+    post = Post()
+    server.upon(Delta(torch.ones(1), 4), W0, post)
+    [report] = post.to(global_server.me)
+    global_server.upon(Refused(report), server.me, post)
+    server.upon(post.to(server.me)[-1], global_server.me, post)
+    server.upon(Delta(torch.ones(1), 5), W0, post)  # its report is lost
+    global_server.upon(Joined(global_server.me), global_server.me, post)
+    server.upon(post.to(server.me)[-1], global_server.me, post)
+    server.upon(Delta(torch.ones(1), 7), W0, post)
+    global_server.upon(post.to(global_server.me)[-1], server.me, post)
+    assert (global_server.absorbed, global_server.trained) == (7, 7)
 
 
 def test_stop_by_seconds_leaves_every_method_at_that_time() -> None:
