@@ -305,7 +305,10 @@ def partition(count: int, size: int, seed: int, outer_step: int) -> list[tuple[i
 def build(config: Config, world: World, theta: Vector) -> list[Worker]:
     """One actor a worker."""
     steps = world.inner_steps(config.inner_steps, dynamic=config.dynamic_steps)
-    workers, round_steps = tuple(steps), sum(steps.values())
+    workers = tuple(
+        steps
+    )  # one object for all: of 10,000 workers each would else hold 10,000 names
+    round_steps = sum(steps.values())
     return [
         Worker(
             me=me,
