@@ -15,7 +15,17 @@ from inline import Inline, Quadratic, linear_task, model_of, simulator, watch_ca
 from pydantic import ValidationError
 
 from archipel import methods
-from archipel.actor import Joined, Message, NodeId, Refused, Trained, Worker, World
+from archipel.actor import (
+    Joined,
+    Lost,
+    Message,
+    NodeId,
+    Refused,
+    Start,
+    Trained,
+    Worker,
+    World,
+)
 from archipel.methods import halos, noloco
 from archipel.parameter_server import Delta
 from archipel.run import wire
@@ -23,6 +33,7 @@ from archipel.run.census import Plan
 from archipel.sim.topology import Topology, load_topology
 from archipel.train.pool import Done
 from archipel.train.replica import Run
+from archipel.train.task import Schedule
 from archipel.vector import Layout
 
 ALL = methods.names()
@@ -84,9 +95,23 @@ def workers_of_one_region(count: int) -> tuple[Worker, ...]:
 
 @dataclasses.dataclass
 class Post:
-    """A context that keeps what an actor sends."""
+    """A context that keeps what an actor asks of it.
+
+    Attributes:
+        sent: messages, and to whom.
+        after_a_while: messages to itself.
+        progress: told with each request for inner steps.
+    """
 
     sent: list[tuple[NodeId, Message]] = dataclasses.field(default_factory=list)
+    after_a_while: list[Message] = dataclasses.field(default_factory=list)
+    progress: list[int] = dataclasses.field(default_factory=list)
+
+    def train(self, theta: torch.Tensor, steps: int, progress: int) -> None:
+        self.progress.append(progress)
+
+    def after(self, seconds: float, message: Message) -> None:
+        self.after_a_while.append(message)
 
     def send(self, to: NodeId, message: Message) -> None:
         self.sent.append((to, message))
@@ -387,6 +412,56 @@ def test_a_noloco_worker_left_over_steps_alone() -> None:
         velocity = 0.5 * velocity + 0.7 * (phi * 0.9 - phi)
         phi += velocity
     assert float(model_of(sim)) == pytest.approx(phi, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["noloco", "diloco"])
+def test_with_dynamic_steps_all_workers_follow_one_learning_rate_schedule(name: str) -> None:
+    """The published speeds, 10,000 steps: everybody's last inner steps are at the end of the plan,
+    whose factor is a tenth.
+    """
+    told: dict[NodeId, int] = {}
+
+    class Listening(Quadratic):
+        def train(self, worker, theta, steps, progress, due_s):
+            told[worker] = progress
+            return super().train(worker, theta, steps, progress, due_s)
+
+    settings = {"dynamic_steps": True}
+    sim = simulator(name, Listening(), topology="halos-4x4", settings=settings, steps=10_000)
+    sim.run()
+    factors = [Schedule().factor(progress / 16, 10_000 / 16) for progress in told.values()]
+    assert len(factors) == 16
+    assert factors == pytest.approx([0.1] * 16, abs=0.01)
+
+
+def test_noloco_counts_the_inner_steps_of_all_who_are_there_or_out_of_reach() -> None:
+    """By hand: workers that take 4, 2 and 1 inner steps in an outer step, seen by the second one
+    with no momentum to lose and nobody to wait for.
+    """
+    topology = Topology(regions={"a": [1.0, 0.5, 0.25]})
+    config = noloco.Config(inner_steps=4, dynamic_steps=True, group_size=1)
+    first, me, last = noloco.build(config, World(topology.workers, 1, 0), torch.zeros(1))
+    post = Post()
+
+    def told_after_an_outer_step(*before: Message) -> int:
+        for message in before:
+            me.upon(message, me.me, post)
+        me.upon(Trained(torch.zeros(1), 2, ()), me.me, post)
+        me.upon(post.after_a_while.pop(), me.me, post)
+        return post.progress[-1]
+
+    me.upon(Start(), me.me, post)
+    assert post.progress == [0]
+    assert told_after_an_outer_step() == 7
+    assert told_after_an_outer_step(Lost(last.me)) == 7 + 6
+    assert told_after_an_outer_step(Lost(first.me, unreachable=True)) == 7 + 6 + 6
+    assert told_after_an_outer_step(Joined(last.me)) == 7 + 6 + 6 + 7
+    last.upon(Joined(last.me), last.me, post)
+    [request] = post.to(first.me)
+    assert isinstance(request, noloco.SlowWeightsRequest)
+    me.upon(request, last.me, post)
+    last.upon(post.to(last.me)[-1], first.me, post)
+    assert post.progress[-1] == 7 + 6 + 6 + 7
 
 
 # HALoS
