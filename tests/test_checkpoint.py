@@ -546,6 +546,18 @@ KINDS: dict[str, dict[str, Any]] = {
         for name in ("noloco", "diloco")
         for routing in ("random", "fixed")
     },
+    **{
+        f"noloco, {routing}, fair": {
+            "topology": {
+                "regions": {"a": [1.0, 0.6, 0.9], "b": [0.3, 0.8, 1.0]},
+                "default": {"bandwidth_gbit_s": 1.0, "latency_ms": 40, "jitter": 0.4},
+                "sharing": "fair",
+            },
+            "pipeline": {**STAGES, "routing": routing},
+            "run": SHORT,
+        }
+        for routing in ("random", "fixed")
+    },
     "noloco, BatchNorm, fixed": {
         "task": "normed",
         "pipeline": {**STAGES, "routing": "fixed"},

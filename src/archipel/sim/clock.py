@@ -25,17 +25,20 @@ from archipel.run.metrics import Recorder
 from archipel.run.node import Node
 from archipel.run.observer import Look, Observer
 from archipel.run.screening import Screen, ScreeningConfig
+from archipel.sim import stages
 from archipel.sim.collectives import Collectives
 from archipel.sim.engine import Engine, Setting, State
-from archipel.sim.events import Deliver, Drain, Event, Finish, Notice, Save, Tally
+from archipel.sim.events import Deliver, Drain, Event, Finish, Notice, PassEnd, Save, Tally
 from archipel.sim.faults import Faults
 from archipel.sim.links import Links, under_way
+from archipel.sim.messages import depart
 from archipel.sim.network import Network
 from archipel.sim.outages import Outages, peers_of
+from archipel.sim.passes import Activations
 from archipel.sim.teams import Teams
 from archipel.sim.topology import Profile
 from archipel.sim.trouble import begin_anew, go_wrong, saved
-from archipel.sim.verbs import NodeContext, depart
+from archipel.sim.verbs import NodeContext
 from archipel.train.pipeline import Pipeline
 from archipel.train.pool import Trainer
 
@@ -258,6 +261,9 @@ class Simulator:
                 if to != sender:
                     for observer in state.observers:
                         observer.delivers(sender, to, message)
+                    if isinstance(message, Activations):
+                        stages.arrives(engine, to, message)
+                        return
                 elif isinstance(message, Reduced):
                     state.collectives.ends(to)
                 engine.handle(to, message, sender)
@@ -269,6 +275,8 @@ class Simulator:
                     depart(engine, departure)
                 if next_end is not None:
                     engine.push(*next_end)
+            case PassEnd(node=node):
+                stages.ends(engine, node)
             case Tally():
                 state.recorder.counts(event.messages, event.sent_bytes, event.slow_link_bytes)
             case _:

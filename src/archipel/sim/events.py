@@ -44,6 +44,13 @@ class Drain:
 
 
 @dataclass(eq=False, slots=True)
+class PassEnd:
+    """A node of a pipeline has done its work in one pass, see `passes.py`."""
+
+    node: NodeId
+
+
+@dataclass(eq=False, slots=True)
 class Tally:
     """The inner steps of a pipeline's team end. Until now they have sent this much."""
 
@@ -102,4 +109,4 @@ class Mend:
 
 
 Trouble = Save | Fail | Notice | Return | Cut | Mend
-Event = Deliver | Finish | Drain | Tally | Trouble
+Event = Deliver | Finish | Drain | PassEnd | Tally | Trouble

@@ -13,11 +13,11 @@ import numpy as np
 from archipel.actor import Group, Message, NodeId, Vector
 from archipel.errors import TrainingError, UserError
 from archipel.run import wire
-from archipel.sim import collectives
+from archipel.sim import collectives, stages
 from archipel.sim.collectives import Complete, Contribution
 from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver, Finish
-from archipel.sim.links import Departure
+from archipel.sim.messages import post
 from archipel.sim.teams import Request
 from archipel.train.pool import Promise
 
@@ -59,18 +59,7 @@ class NodeContext:
             kind = type(message).__name__
             raise TrainingError(f"{me} sent {kind} to {to}, and there is no such node")
         weight = wire.weight(message, state.nodes[me].numel)
-        deliver = Deliver(to, message, me, setting.vector_bytes[me] * weight)
-        outages = state.outages
-        if me != to:
-            if (outages.down or outages.severed) and not outages.reachable(me, to):
-                waste(engine, deliver, copies=1)
-                return
-            for observer in state.observers:
-                observer.sends(me, to, message)
-        if state.links.shares(deliver):
-            engine.push(*state.links.join(deliver, state.now, state.number))
-        else:
-            depart(engine, state.links.depart(deliver, state.now))
+        post(engine, Deliver(to, message, me, setting.vector_bytes[me] * weight))
 
     def all_reduce(
         self, group: Group, vector: Vector, round: int = 0, share: float | None = None
@@ -93,7 +82,7 @@ class NodeContext:
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
         if self.engine.state.teams is not None:
-            self._train_in_stages(Request(theta.clone(), steps, progress))
+            stages.train(self.engine, self.me, Request(theta.clone(), steps, progress))
             return
         trainer, seconds = self.engine.setting.trainer, self._about_to_train(steps)
         answer = trainer.train(self.me, theta, steps, progress, self.now + seconds)
@@ -133,57 +122,6 @@ class NodeContext:
             state.recorder.computes(me, state.now, state.now + seconds)
         state.jobs[me] = Finish(me, answer, steps, progress)
         self.engine.push(state.now + seconds, state.jobs[me])
-
-    def _train_in_stages(self, request: Request) -> None:
-        """Wait for the others of this node's team; the last one to ask starts their inner steps."""
-        engine, state = self.engine, self.engine.state
-        assert state.teams is not None
-        state.nodes[self.me].begin_job()
-        lap = state.teams.join(self.me, request, state.now)
-        if lap is None:
-            return
-        engine.push(float(lap.end_s.max()), lap.tally)
-        answers = engine.setting.trainer.train_stages(
-            lap.team,
-            [asked.theta for asked in lap.requests.values()],
-            lap.steps,
-            [asked.progress for asked in lap.requests.values()],
-            float(lap.end_s.min()),
-        )
-        ends_s = lap.end_s.flatten().tolist()
-        for (node, asked), answer, end_s in zip(lap.requests.items(), answers, ends_s, strict=True):
-            busy_s = state.teams.busy_s(node, lap.steps)
-            state.recorder.computes(node, state.now, end_s, busy_s)
-            state.jobs[node] = Finish(node, answer, lap.steps, asked.progress)
-            engine.push(end_s, state.jobs[node])
-
-
-def depart(engine: Engine, departure: Departure) -> None:
-    """The bytes of a message are on their way: count them, and plan its arrival."""
-    state, (deliver, start_s, end_s) = engine.state, departure
-    sender, to, size_bytes = deliver.sender, deliver.to, deliver.size_bytes
-    usual_s, faults = end_s - start_s, engine.setting.faults
-    if faults.disturb_messages and sender != to:
-        end_s, copies = faults.arrival(state.outages.rng, sender, to, start_s, end_s, usual_s)
-        if copies > 1:
-            waste(engine, deliver, copies - 1)
-    # Messages of one sender to one receiver keep their order, whatever disturbs them.
-    end_s = state.links.arrival_s(deliver, end_s, state.now, state.number)
-    slow = sender.region != to.region
-    state.recorder.sends(sender, start_s, end_s, size_bytes, slow=slow)
-    if sender != to:
-        for observer in state.observers:
-            observer.departs(sender, to, deliver.message, size_bytes, usual_s)
-    engine.push(end_s, deliver)
-
-
-def waste(engine: Engine, deliver: Deliver, copies: int) -> None:
-    """Count messages that are sent to nobody, or sent again."""
-    size_bytes = copies * deliver.size_bytes
-    slow = deliver.sender.region != deliver.to.region
-    engine.state.recorder.counts(copies, size_bytes, size_bytes if slow else 0.0)
-    for observer in engine.state.observers:
-        observer.wastes(size_bytes)
 
 
 def reduce(engine: Engine, complete: Complete) -> None:
