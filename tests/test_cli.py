@@ -414,7 +414,7 @@ def test_a_method_that_diverges_does_not_cost_the_others(
     from archipel import experiment
     from archipel.errors import Diverged
 
-    simulate = experiment.simulate
+    simulate = simulate.simulate
 
     def diverging(recipe: Any, *arguments: Any, **options: Any) -> Any:
         if recipe.label == "diloco":

@@ -19,11 +19,12 @@ from inline import linear_task
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from archipel import experiment, report
+from archipel import assemble, report
 from archipel.actor import NodeId
 from archipel.errors import UserError
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.metrics import Recorder
+from archipel.sim import simulate
 from archipel.sim.clock import Simulator, Stop
 from archipel.sim.network import Network
 from archipel.train.data import Shard, shards_of
@@ -275,10 +276,10 @@ def timed(fields: dict[str, Any], steps: int = 8, activation_bytes: int = 0) -> 
             **fields,
         }
     )
-    one = experiment.pipeline_of(recipe)
+    one = assemble.pipeline_of(recipe)
     assert recipe.profile is not None
     return Simulator(
-        experiment.build_actors(recipe, one, torch.empty(0), ()),
+        assemble.build_actors(recipe, one, torch.empty(0), ()),
         recipe.topology.workers,
         Network(recipe.topology, np.random.default_rng(0)),
         recipe.profile,
@@ -550,8 +551,8 @@ def staged_recipe(**fields: Any) -> Recipe:
 @pytest.fixture
 def simulate(pools: Any) -> Callable[..., dict[str, Any]]:
     def call(recipe: Recipe, out: Path, processes: int = 1) -> dict[str, Any]:
-        experiment.check_reachable(recipe)
-        return experiment.simulate(recipe, pools(recipe, processes), out)
+        assemble.check_reachable(recipe)
+        return simulate.simulate(recipe, pools(recipe, processes), out)
 
     return call
 
@@ -636,7 +637,7 @@ def test_a_default_model_in_stages_is_not_tied() -> None:
 def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None:
     pool = pools(staged_recipe(profile="measured"))
     assert (
-        experiment.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
+        simulate.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
     )  # batch, sequence, width, fp32
 
 
@@ -701,4 +702,4 @@ def test_a_pipeline_needs_links_between_neighbouring_stages() -> None:
     with pytest.raises(
         UserError, match="a/w0 cannot reach b/w0"
     ):  # one replica: no outer step crosses, but its activations do
-        experiment.check_reachable(staged_recipe(topology={"regions": {"a": [1.0], "b": [1.0]}}))
+        assemble.check_reachable(staged_recipe(topology={"regions": {"a": [1.0], "b": [1.0]}}))

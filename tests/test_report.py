@@ -55,7 +55,7 @@ def write_run(
     every_s: float = 10.0,
     spread: float | None = None,
     **changes: Any,
-) -> report.Run:
+) -> report.Result:
     """A run directory whose evaluations are `every_s` apart, the first at time 0; what
     `report.load` makes of it.
     """
@@ -101,7 +101,7 @@ def write_run(
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[report.Run]:
+def runs(tmp_path: Path) -> list[report.Result]:
     """Two seeds of a fast method, one of a slow one that ends worst, one of a method in between."""
     return [
         write_run(tmp_path / "slow", "slow", [3.0, 2.9, 2.7, 2.5, 2.2], every_s=100.0),
@@ -111,7 +111,7 @@ def runs(tmp_path: Path) -> list[report.Run]:
     ]
 
 
-def printed(runs: list[report.Run], target: float | None, width: int = 120) -> str:
+def printed(runs: list[report.Result], target: float | None, width: int = 120) -> str:
     text = io.StringIO()
     Console(width=width, file=text, color_system=None).print(report.table(runs, target))
     return text.getvalue()
@@ -120,11 +120,11 @@ def printed(runs: list[report.Run], target: float | None, width: int = 120) -> s
 # Comparing
 
 
-def test_the_target_is_what_the_worst_run_ends_at(runs: list[report.Run]) -> None:
+def test_the_target_is_what_the_worst_run_ends_at(runs: list[report.Result]) -> None:
     assert report.target_loss(runs) == 2.2
 
 
-def test_a_run_without_a_final_loss_sets_no_target(runs: list[report.Run], tmp_path: Path) -> None:
+def test_a_run_without_a_final_loss_sets_no_target(runs: list[report.Result], tmp_path: Path) -> None:
     blown_up = write_run(tmp_path / "nan", "nan", [3.0, float("nan")])
     assert blown_up.summary["final_loss"] is None
     assert report.target_loss([*runs, blown_up]) == 2.2
@@ -139,7 +139,7 @@ def test_time_to_target_is_that_of_the_first_evaluation_there(tmp_path: Path) ->
     assert report.time_to_target_s(run, None) is None
 
 
-def test_rows_are_ordered_by_time_to_target_and_name_both_ratios(runs: list[report.Run]) -> None:
+def test_rows_are_ordered_by_time_to_target_and_name_both_ratios(runs: list[report.Result]) -> None:
     rows = report.rows(runs, 2.2)
     assert [row["label"] for row in rows] == ["fast", "middle", "slow"]
     assert [row["time_to_target_s"] for row in rows] == [25.0, 100.0, 400.0]
@@ -147,7 +147,7 @@ def test_rows_are_ordered_by_time_to_target_and_name_both_ratios(runs: list[repo
     assert [row["times_slower"] for row in rows] == [1.0, 4.0, 16.0]
 
 
-def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Run]) -> None:
+def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Result]) -> None:
     fast, middle, _ = report.rows(runs, 2.2)
     assert fast["final_loss"] == pytest.approx(statistics.mean([2.0, 2.1]))
     assert fast["final_loss_sd"] == pytest.approx(statistics.stdev([2.0, 2.1]))
@@ -155,7 +155,7 @@ def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Run]) -
     assert middle["final_loss_sd"] is None
 
 
-def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(runs: list[report.Run]) -> None:
+def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(runs: list[report.Result]) -> None:
     rows = report.rows(runs, 2.05)
     assert [(row["label"], row["reached"], row["seeds"]) for row in rows] == [
         ("middle", 1, 1),
@@ -169,7 +169,7 @@ def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(runs: list[r
     assert "never" in text
 
 
-def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Run], tmp_path: Path) -> None:
+def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Result], tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"^no runs to report$"):
         report.rows([], 2.0)
     other = write_run(tmp_path / "bits", "bits", [3.0, 2.0], loss_name="bits per byte")
@@ -181,7 +181,7 @@ def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Run], tmp_path:
         report.rows([*runs, other], 2.0)
 
 
-def test_json_holds_the_runs(runs: list[report.Run]) -> None:
+def test_json_holds_the_runs(runs: list[report.Result]) -> None:
     content = json.loads(json.dumps(report.as_json(runs, 2.2), allow_nan=False))
     assert set(content) == {"runs", "target_loss", "real", "modelled"}
     assert content["target_loss"] == 2.2
@@ -195,7 +195,7 @@ def test_json_holds_the_runs(runs: list[report.Run]) -> None:
 # Words
 
 
-def test_table_in_full(runs: list[report.Run]) -> None:
+def test_table_in_full(runs: list[report.Result]) -> None:
     lines = [" ".join(line.split()) for line in printed(runs, 2.2).splitlines()]
     assert lines[:4] == [
         "method time to loss 2.200 speed-up final loss tokens bytes over slow links idle",
@@ -269,7 +269,7 @@ def test_timing_only_runs_are_compared_by_time(tmp_path: Path) -> None:
 
 
 def test_headline_says_what_is_real_and_what_is_modelled(
-    runs: list[report.Run], tmp_path: Path
+    runs: list[report.Result], tmp_path: Path
 ) -> None:
     modelled = "Modelled: clock – topology halos-4x4, profile pythia-70m-h100."
     assert (
@@ -333,7 +333,7 @@ class Page(HTMLParser):
         self.words += data.split()
 
 
-def test_page_stands_alone_and_says_what_it_must(runs: list[report.Run], tmp_path: Path) -> None:
+def test_page_stands_alone_and_says_what_it_must(runs: list[report.Result], tmp_path: Path) -> None:
     tuned = write_run(
         tmp_path / "t",
         "tuned",
@@ -413,7 +413,7 @@ def test_a_run_of_one_evaluation_can_be_shown(tmp_path: Path) -> None:
 # Reading
 
 
-def test_run_directories_are_found_by_name(runs: list[report.Run], tmp_path: Path) -> None:
+def test_run_directories_are_found_by_name(runs: list[report.Result], tmp_path: Path) -> None:
     assert [path.name for path in report.find(tmp_path)] == ["fast-0", "fast-1", "middle", "slow"]
     assert report.find(tmp_path / "slow") == [tmp_path / "slow"]
     assert report.find(tmp_path / "nowhere") == []
@@ -477,7 +477,7 @@ def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_startin
 # Runs that are not seeds of one experiment
 
 
-def in_folder(folder: Path, label: str, seed: int, recipe: str) -> report.Run:
+def in_folder(folder: Path, label: str, seed: int, recipe: str) -> report.Result:
     run = write_run(folder / f"{label}-seed{seed}", label, [3.0, 2.0], seed=seed)
     (run.directory / "recipe.yaml").write_text(
         f"label: {label}\n{recipe}run:\n  steps: 100\n  seed: {seed}\n"
@@ -485,7 +485,7 @@ def in_folder(folder: Path, label: str, seed: int, recipe: str) -> report.Run:
     return run
 
 
-def labels(runs: list[report.Run]) -> list[str]:
+def labels(runs: list[report.Result]) -> list[str]:
     return [run.summary["label"] for run in report.distinguish(runs)]
 
 

@@ -14,6 +14,7 @@ from archipel import experiment, report, studies
 from archipel.actor import NodeId
 from archipel.errors import Diverged, UserError
 from archipel.methods import noloco
+from archipel.sim import simulate
 from archipel.studies import noloco_routing, noloco_spread, noloco_stability
 from archipel.theory.moments import Setting
 from archipel.train.task import Schedule
@@ -99,7 +100,7 @@ def test_replicas_drift_apart_outside_the_window(
     monkeypatch.setattr(noloco_stability, "OUTER_STEPS", 10)
     monkeypatch.setattr(noloco_stability, "ALPHAS_AND_GAMMAS", ((0.9, 2.5), (0.5, 0.7)))
     small = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "valid_sequences": 8}
-    recipe_of, simulate = noloco_stability._recipe, experiment.simulate
+    recipe_of, simulate = noloco_stability._recipe, simulate.simulate
 
     def small_recipe(*arguments: Any) -> Any:
         recipe = recipe_of(*arguments)
@@ -148,8 +149,8 @@ def test_random_routes_are_compared_with_fixed_ones(tmp_path: Path) -> None:
 
 
 def test_changes_are_of_pairs_with_one_seed() -> None:
-    def run(loss: float, spread: float) -> report.Run:
-        return report.Run(Path(), {"replica_loss": loss, "replica_std": spread}, [])
+    def run(loss: float, spread: float) -> report.Result:
+        return report.Result(Path(), {"replica_loss": loss, "replica_std": spread}, [])
 
     fixed, random = (
         [run(2.0, 0.1), run(3.0, 0.2)],

@@ -105,7 +105,7 @@ class ReportError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
+class Result:
     """What one finished run left behind.
 
     Attributes:
@@ -120,7 +120,7 @@ class Run:
     evals: list[dict[str, Any]]
 
 
-_Groups = dict[str, list[Run]]  # label -> its runs
+_Groups = dict[str, list[Result]]  # label -> its runs
 _Row = dict[str, Any]  # see `rows`
 _Trace = dict[
     str, dict[str, list[tuple[float, float]]]
@@ -136,7 +136,7 @@ def find(directory: Path) -> list[Path]:
     )
 
 
-def load(directory: str | os.PathLike[str]) -> Run:
+def load(directory: str | os.PathLike[str]) -> Result:
     """Read a run directory; behind its label stands if the run was live, or interrupted.
 
     Raises ReportError if a file is missing, is not JSON or lacks a key; the message names it.
@@ -155,10 +155,10 @@ def load(directory: str | os.PathLike[str]) -> Run:
         _json(line, f"{metrics}, line {number},")
         for number, line in enumerate(_read(metrics).splitlines(), start=1)
     ]
-    return Run(directory, values, [line for line in lines if line.get("kind") == "eval"])
+    return Result(directory, values, [line for line in lines if line.get("kind") == "eval"])
 
 
-def distinguish(runs: Sequence[Run]) -> list[Run]:
+def distinguish(runs: Sequence[Result]) -> list[Result]:
     """The runs, each once, so that equal labels mean seeds of one experiment.
 
     Where runs of one label differ in more than the seed (settings, task, topology, length), or have
@@ -190,7 +190,7 @@ def distinguish(runs: Sequence[Run]) -> list[Run]:
     return told
 
 
-def _experiment(run: Run) -> str:
+def _experiment(run: Result) -> str:
     """All that a run was, but for its seed and label, as text."""
     recipe = run.directory / "recipe.yaml"
     if recipe.is_file():
@@ -200,7 +200,7 @@ def _experiment(run: Run) -> str:
     )
 
 
-def target_loss(runs: Sequence[Run]) -> float | None:
+def target_loss(runs: Sequence[Result]) -> float | None:
     """The loss that the worst of the runs ends at, so that every run reaches it; interrupted ones
     count only if all were.
 
@@ -213,7 +213,7 @@ def target_loss(runs: Sequence[Run]) -> float | None:
     )
 
 
-def time_to_target_s(run: Run, target: float | None) -> float | None:
+def time_to_target_s(run: Result, target: float | None) -> float | None:
     """Seconds on the run's clock at its first evaluation after the start with a loss at or below
     `target`; None if there is none.
 
@@ -225,7 +225,7 @@ def time_to_target_s(run: Run, target: float | None) -> float | None:
     return next((time_s for time_s, loss in trained if target is not None and loss <= target), None)
 
 
-def rows(runs: Sequence[Run], target: float | None) -> list[_Row]:
+def rows(runs: Sequence[Result], target: float | None) -> list[_Row]:
     """One row for each label, over its seeds: what the tables show, before it is formatted.
 
     First the labels of which most seeds reach the target, among them the fastest; those that never
@@ -276,7 +276,7 @@ def rows(runs: Sequence[Run], target: float | None) -> list[_Row]:
     )
 
 
-def as_json(runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+def as_json(runs: Sequence[Result], target: float | None) -> dict[str, Any]:
     """The comparison for a program: one object a run, with null where a figure does not apply."""
     return {
         "runs": [
@@ -294,7 +294,7 @@ def as_json(runs: Sequence[Run], target: float | None) -> dict[str, Any]:
     }
 
 
-def table(runs: Sequence[Run], target: float | None) -> Table:
+def table(runs: Sequence[Result], target: float | None) -> Table:
     """The comparison for a terminal of 80 columns or more. Raises as `rows` does."""
     headers, *cells = _cells(rows(runs, target), target)
     result = Table(
@@ -311,7 +311,7 @@ def table(runs: Sequence[Run], target: float | None) -> Table:
     return result
 
 
-def headline(runs: Sequence[Run]) -> str:
+def headline(runs: Sequence[Result]) -> str:
     """The first line of a report: what is real, what is modelled, and how many seeds there are."""
     real = [run.summary["real"] or "nothing was trained (task none)" for run in runs]
     modelled = [run.summary["modelled"] for run in runs if run.summary["modelled"]] or ["nothing"]
@@ -322,7 +322,7 @@ def headline(runs: Sequence[Run]) -> str:
     return f"Real: {said[0]}. Modelled: {said[1]}. {_seeds(runs)}."
 
 
-def changes(runs: Iterable[Run]) -> list[str]:
+def changes(runs: Iterable[Result]) -> list[str]:
     """A line for each label that runs with settings other than the published ones."""
     return list(
         dict.fromkeys(
@@ -333,7 +333,7 @@ def changes(runs: Iterable[Run]) -> list[str]:
     )
 
 
-def incidents(runs: Iterable[Run]) -> list[str]:
+def incidents(runs: Iterable[Result]) -> list[str]:
     """A line for each node of a label whose updates were refused, or that was restarted, over all
     seeds.
     """
@@ -356,7 +356,7 @@ def incidents(runs: Iterable[Run]) -> list[str]:
     ]
 
 
-def write(runs: Sequence[Run], out: Path, target: float | None = None) -> Path:
+def write(runs: Sequence[Result], out: Path, target: float | None = None) -> Path:
     """Write `report.html`, a page that needs no other file, and its plots as PNG files into `out`.
     Returns the page's path.
 
@@ -416,18 +416,18 @@ def _json(text: bytes, place: str) -> dict[str, Any]:
     return value
 
 
-def _loss_names(runs: Iterable[Run]) -> list[str]:
+def _loss_names(runs: Iterable[Result]) -> list[str]:
     return sorted({run.summary["loss_name"] for run in runs if _points(run, "time_s", "loss")})
 
 
-def _by_label(runs: Iterable[Run]) -> _Groups:
+def _by_label(runs: Iterable[Result]) -> _Groups:
     groups: _Groups = {}
     for run in runs:
         groups.setdefault(run.summary["label"], []).append(run)
     return groups
 
 
-def _points(run: Run, x: str, y: str) -> list[tuple[float, float]]:
+def _points(run: Result, x: str, y: str) -> list[tuple[float, float]]:
     """The evaluations that have both quantities."""
     return [
         (line[x], line[y])
@@ -519,7 +519,7 @@ def _factor(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1}f}×"
 
 
-def _seeds(runs: Sequence[Run]) -> str:
+def _seeds(runs: Sequence[Result]) -> str:
     counts = [len(group) for group in _by_label(runs).values()]
     span = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return f"{span} seed{'s' if max(counts) > 1 else ''}"
@@ -548,7 +548,7 @@ def _finding(compared: Sequence[_Row], target: float | None) -> str:
     )
 
 
-def _notes(runs: Sequence[Run], target: float | None) -> str:
+def _notes(runs: Sequence[Result], target: float | None) -> str:
     several = (
         f" ± is one standard deviation over {_seeds(runs)}."
         if len(runs) > len(_by_label(runs))
@@ -762,7 +762,7 @@ def _time_axis(axes: Axes, start_s: float, end_s: float) -> None:
     axes.set_xlabel("time")
 
 
-def _line(group: Sequence[Run], x: str, y: str) -> Any:
+def _line(group: Sequence[Result], x: str, y: str) -> Any:
     """Rows: mean of `x`, mean and standard deviation of `y` over the seeds. Columns: the
     evaluations that all seeds have.
     """
@@ -774,7 +774,7 @@ def _line(group: Sequence[Run], x: str, y: str) -> Any:
     return np.vstack([points.mean(axis=0).T, sd])
 
 
-def _trace(run: Run) -> _Trace:
+def _trace(run: Result) -> _Trace:
     """The spans of `trace.json`; empty if the run has none."""
     path = run.directory / "trace.json"
     events = _json(_read(path), f"{path}").get("traceEvents", []) if path.exists() else []

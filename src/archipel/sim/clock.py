@@ -49,8 +49,8 @@ from archipel.errors import Diverged, TrainingError, UserError
 from archipel.run.invariants import Ledger, Violation, counts
 from archipel.run.metrics import Evaluation, Recorder, Training
 from archipel.run.screening import Screen, ScreeningConfig, vectors_of
-from archipel.sim.faults import Cut, Fail, Faults, Mend, Notice, Return, Save, Strike
 from archipel.sim.network import FairLink, Network
+from archipel.sim.schedule import Cut, Fail, FaultEvent, Faults, Mend, Notice, Return, Save
 from archipel.sim.topology import Profile
 from archipel.train.pipeline import Pipeline, join, norm_end_s, step_end_s
 from archipel.train.pool import Promise, Trainer
@@ -113,7 +113,7 @@ class Tally:
     slow_link_bytes: float = 0.0
 
 
-Event = Deliver | Finish | Drain | Tally | Strike
+Event = Deliver | Finish | Drain | Tally | FaultEvent
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -829,13 +829,13 @@ class Simulator:
         """
         for node in self.trouble.down:
             self.push(0.0, Notice(node, 0.0))
-        for time_s, strike in self.faults.strikes():
+        for time_s, strike in self.faults.events():
             if isinstance(strike, Save) and strike.node not in self.trouble.saves:
                 self.trouble.saves[strike.node] = self._saved(strike.node)
             if time_s or not isinstance(strike, Save):
                 self.push(time_s, strike)
 
-    def _strike(self, strike: Strike) -> None:
+    def _strike(self, strike: FaultEvent) -> None:
         trouble = self.trouble
         self._check_books()
         match strike:

@@ -101,7 +101,7 @@ def run(out: Path, settings: Settings) -> Answer:
 FIGURES = ("final_loss", "replica_loss", "replica_std")
 
 
-def finding(outer: str, fixed: Sequence[report.Run], random: Sequence[report.Run]) -> str:
+def finding(outer: str, fixed: Sequence[report.Result], random: Sequence[report.Result]) -> str:
     """What random routes change, of runs that differ in nothing else: pairs of the same seed."""
     spread = [
         b.summary["replica_std"] / a.summary["replica_std"] - 1
@@ -129,7 +129,7 @@ def mean_and_sd(values: Sequence[float]) -> str:
     return f"{float(np.mean(values)):.4g}{deviation}"
 
 
-def plot(runs: dict[tuple[str, str], list[report.Run]], path: Path) -> Path:
+def plot(runs: dict[tuple[str, str], list[report.Result]], path: Path) -> Path:
     """The spread and the replicas' own loss over the run, every seed a line."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     names = {

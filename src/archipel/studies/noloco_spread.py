@@ -79,7 +79,7 @@ def run(out: Path, settings: Settings) -> Answer:
     )
 
 
-def spread_and_rate(run: report.Run, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def spread_and_rate(run: report.Result, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """The replicas' standard deviation and the learning rate as a factor of its peak, at each
     evaluation but the first.
     """

@@ -64,7 +64,7 @@ def run(out: Path, settings: Settings) -> Answer:
         for key in ALPHAS_AND_GAMMAS
         for seed in range(settings.seeds)
     ]
-    runs: dict[Key, list[report.Run]] = {}
+    runs: dict[Key, list[report.Result]] = {}
     broken: list[str] = []
     with experiment.open_pool(recipes[0], settings.processes) as pool:
         experiment.prepare_output(out, [_name(recipe) for recipe in recipes])
@@ -141,7 +141,7 @@ def _name(recipe: Recipe) -> str:
     return f"{recipe.label}-seed{recipe.run.seed}"
 
 
-def curve(run: report.Run, key: str) -> Curve:
+def curve(run: report.Result, key: str) -> Curve:
     """`key` of the evaluation after each outer step; not that of the untrained model."""
     return np.array([line[key] for line in run.evals[1:]])
 
@@ -207,7 +207,7 @@ def predicted(alpha: float, gamma: float, inner_steps: int, seed: int) -> Curve:
     return np.array(spread)
 
 
-def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any]:
+def _row(key: Key, runs: list[report.Result], predictions: list[Curve]) -> list[Any]:
     """One setting: factors of the spread in an outer step, the last spread, and both losses; see
     `LEGEND`.
     """
@@ -230,7 +230,7 @@ def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any
     ]
 
 
-def _finding(key: Key, runs: list[report.Run]) -> str:
+def _finding(key: Key, runs: list[report.Result]) -> str:
     """What happened with one setting, mean over seeds."""
     low, high = moments.gamma_window(moments.Setting(key[0], BETA, key[1], workers=WORKERS))
     side = "inside" if low < key[1] < high else "outside"
@@ -256,7 +256,7 @@ def _least(loss: Curve) -> str:
 
 
 def plot(
-    runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]], path: Path
+    runs: dict[Key, list[report.Result]], predictions: dict[Key, list[Curve]], path: Path
 ) -> Path:
     """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a
     setting; predictions dashed.
