@@ -26,7 +26,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from archipel import checkpoint, cli, experiment, methods, outer, rundir
+from archipel import checkpoint, cli, methods, outer, rundir
 from archipel.actor import NodeId, Start
 from archipel.checkpoint import Decoder, Encoder, Every, Surroundings, parse_every
 from archipel.errors import TrainingError, UserError
@@ -35,6 +35,7 @@ from archipel.recipe import Recipe, parse_recipe
 from archipel.run.metrics import Recorder
 from archipel.sim import simulate
 from archipel.sim.clock import Simulator
+from archipel.sim.engine import Engine
 from archipel.train.pool import Pool
 
 # Values
@@ -608,7 +609,7 @@ class Workshop:
             rundir.leave(
                 directory, one, simulate.ended(one, simulator, self.pool(one)), reason, 0.0
             )
-            self.left[kind] = simulator.events, files(directory)
+            self.left[kind] = simulator.state.events, files(directory)
         return self.left[kind]
 
     def stopped(self, kind: str, events: Sequence[int]) -> dict[str, bytes]:
@@ -622,7 +623,7 @@ class Workshop:
             simulator = simulate.make_simulator(one, pool)
             if checkpoint.checkpoints(directory / "checkpoint"):
                 simulate.load_checkpoint(directory, one, simulator)
-            assert simulator.run(lambda: simulator.events == event) is None  # noqa: B023
+            assert simulator.run(lambda: simulator.state.events == event) is None  # noqa: B023
             simulate.save_checkpoint(directory, one, simulator, 100.0)
         assert simulate.simulate(one, pool, directory, resume=True)["wall_s"] > 100
         return files(directory)
@@ -690,16 +691,16 @@ def interrupt_at(event: int, monkeypatch: pytest.MonkeyPatch, times: int = 1) ->
     """Ctrl-C is pressed while the run's event number `event` happens, in the first run that gets so
     far.
     """
-    handle, pressed = Simulator._handle, []
+    handle, pressed = Engine.handle, []
 
-    def handling(self: Simulator, *arguments: Any) -> None:
-        if self.events == event and not pressed:
+    def handling(self: Engine, *arguments: Any) -> None:
+        if self.state.events == event and not pressed:
             pressed.append(event)
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
         handle(self, *arguments)
 
-    monkeypatch.setattr(Simulator, "_handle", handling)
+    monkeypatch.setattr(Engine, "handle", handling)
 
 
 def test_ctrl_c_saves_and_resume_goes_on_with_all_that_is_not_finished(
@@ -802,9 +803,7 @@ def test_ctrl_c_in_the_middle_of_each_method(
         simulate.simulate(one, workshop.pool(one), directory)
     assert json.loads((directory / "summary.json").read_text())["stopped"] == "interrupted"
     assert len(checkpoint.checkpoints(directory / "checkpoint")) == 1
-    assert (
-        simulate.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
-    )
+    assert simulate.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
     assert files(directory) == left
 
 
@@ -837,10 +836,10 @@ def saved_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     save, found = simulate.save_checkpoint, []
 
     def saving(directory: Path, recipe: Recipe, simulator: Simulator, *rest: Any) -> Path:
-        found.append(simulator.absorbed)
+        found.append(simulator.inner_steps)
         return save(directory, recipe, simulator, *rest)
 
-    monkeypatch.setattr(experiment, "save_checkpoint", saving)
+    monkeypatch.setattr(simulate, "save_checkpoint", saving)
     return found
 
 
@@ -875,11 +874,11 @@ def test_resume_saves_as_often_as_before(
     now = itertools.count()
     monkeypatch.setattr(simulate.time, "monotonic", lambda: next(now) / 10)
     seen: list[Every | None] = []
-    simulate = simulate.simulate
+    usual = simulate.simulate
     monkeypatch.setattr(
-        experiment,
+        simulate,
         "simulate",
-        lambda *a, every, **b: (seen.append(every), simulate(*a, every=every, **b)),
+        lambda *a, every, **b: (seen.append(every), usual(*a, every=every, **b)),
     )
     interrupt_at(100, monkeypatch)
     out = ("--out", tmp_path)
@@ -1051,7 +1050,7 @@ def test_a_method_whose_state_cannot_be_saved(
     own = ("--methods", tmp_path / "odd.py")
     assert archipel(*TIMED, *own, "--out", tmp_path / "whole")[0] == 0
     complaint = (
-        "state.simulator.actors.r0/w0.kept is a builtins.builtin_function_or_method, "
+        "state.simulator.nodes.r0/w0.actor.kept is a builtins.builtin_function_or_method, "
         "which "
         "a checkpoint cannot hold; "
     )

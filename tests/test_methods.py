@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inline import Inline, Quadratic, linear_task, model_of, simulator, workers_of
+from inline import Inline, Quadratic, linear_task, model_of, simulator, watch_calls, workers_of
 from pydantic import ValidationError
 
 from archipel import methods
 from archipel.actor import NodeId, World
 from archipel.methods import noloco
-from archipel.sim.clock import Stop
+from archipel.run import wire
+from archipel.run.census import Plan
 from archipel.sim.topology import Topology, load_topology
 from archipel.train.replica import Run
 from archipel.vector import Layout
@@ -108,10 +109,9 @@ def test_it_trains_in_every_world(name: str, world: str) -> None:
     )
     peers = {(actor.me, peer) for actor in sim.actors.values() for peer in actor.peers()}
     sent: list[tuple[NodeId, NodeId]] = []
-    send = sim.send
-    sim.send = lambda sender, to, message: (sent.append((sender, to)), send(sender, to, message))[1]  # type: ignore[method-assign]
+    watch_calls(sim, "send", lambda sender, to, message: sent.append((sender, to)))
     assert sim.run() == "steps"
-    assert sim.absorbed >= 600
+    assert sim.inner_steps >= 600
     assert set(sent) <= peers
     first, last = sim.recorder.evaluations[0], sim.recorder.evaluations[-1]
     assert last.loss < 0.8 * first.loss
@@ -138,15 +138,8 @@ def test_it_never_changes_a_vector_that_it_has_sent(name: str) -> None:
             (vector, vector.clone()) for vector in vectors if isinstance(vector, torch.Tensor)
         )
 
-    send, all_reduce = sim.send, sim.all_reduce
-    sim.send = lambda sender, to, message: (  # type: ignore[method-assign]
-        keep([getattr(message, field.name) for field in dataclasses.fields(message)]),
-        send(sender, to, message),
-    )[1]
-    sim.all_reduce = lambda me, group, vector, round: (
-        keep([vector]),
-        all_reduce(me, group, vector, round),
-    )[1]  # type: ignore[method-assign]
+    watch_calls(sim, "send", lambda sender, to, message: keep(wire.vectors(message)))
+    watch_calls(sim, "all_reduce", lambda me, group, vector, *_: keep([vector]))
     sim.run()
     assert kept
     assert all(torch.equal(vector, copy) for vector, copy in kept)
@@ -217,7 +210,7 @@ def test_one_worker_with_neutral_settings_is_plain_training(name: str) -> None:
     trainer = Inline(task, Run(steps, 1, 0), workers_of(load_topology("one-node")))
     sim = simulator(name, trainer, steps=steps, settings=NEUTRAL.get(name, {}))
     sim.run()
-    assert sim.absorbed == steps
+    assert sim.inner_steps == steps
     torch.testing.assert_close(model_of(sim), Layout.of(model).read(model), rtol=2e-5, atol=2e-6)
 
 
@@ -265,7 +258,7 @@ def test_diloco_takes_torchs_nesterov_step_on_the_mean_displacement() -> None:
         steps=12 * 5 * 8,
     )
     sim.run()
-    assert sim.outer_steps() == 12
+    assert sim.holders()[0].outer_steps == 12
     torch.testing.assert_close(model_of(sim), theta.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -384,7 +377,6 @@ def test_halos_has_one_report_of_a_server_in_flight_at_a_time() -> None:
         "halos", Quadratic(), topology="halos-4x4", settings={"accumulate": 4}, steps=5000
     )
     in_flight: dict[NodeId, int] = {}
-    send = sim.send
 
     def watch(sender: NodeId, to: NodeId, message: Any) -> None:
         if to.name == "global":
@@ -392,9 +384,8 @@ def test_halos_has_one_report_of_a_server_in_flight_at_a_time() -> None:
             assert in_flight[sender] == 1
         if sender.name == "global":
             in_flight[to] -= 1
-        send(sender, to, message)
 
-    sim.send = watch  # type: ignore[method-assign]
+    watch_calls(sim, "send", watch)
     sim.run()
     assert len(in_flight) == 4
 
@@ -418,14 +409,12 @@ def test_halos_reports_displacements_since_the_merge_or_since_the_last_report(
     )
     sim = simulator("halos", Quadratic(), topology=topology, settings=settings, steps=200)
     reported = torch.zeros(8)
-    send = sim.send
 
     def watch(sender: NodeId, to: NodeId, message: Any) -> None:
         if to.name == "global" and sender.region == "b":
             reported.add_(message.gradient)
-        send(sender, to, message)
 
-    sim.send = watch  # type: ignore[method-assign]
+    watch_calls(sim, "send", watch)
     sim.run()
     server = sim.actors[NodeId("b", "server0")]
     moved = 1.0 - server.base if report_since == "send" else 1.0 - server.theta
@@ -441,7 +430,9 @@ def test_a_halos_server_blends_the_arriving_model_into_its_own() -> None:
     server = sim.actors[NodeId("r1", "server0")]
     message_type = sim.actors[NodeId("r0", "global")].__class__.__module__
     model = vars(__import__(message_type, fromlist=["Model"]))["Model"]
-    server.upon(model(torch.full((8,), 5.0), 100), NodeId("r0", "global"), sim.contexts[server.me])
+    server.upon(
+        model(torch.full((8,), 5.0), 100), NodeId("r0", "global"), sim.engine.contexts[server.me]
+    )
     torch.testing.assert_close(server.theta, torch.full((8,), 0.75 * 1.0 + 0.25 * 5.0))
     torch.testing.assert_close(server.base, server.theta)
     assert server.progress == 100
@@ -465,6 +456,6 @@ def test_halos_tells_workers_the_progress_that_its_server_knows_of() -> None:
 
 def test_stop_by_seconds_leaves_every_method_at_that_time() -> None:
     for name in ALL:
-        sim = simulator(name, Quadratic(), topology="halos-4x4", stop=Stop(seconds=50.0))
+        sim = simulator(name, Quadratic(), topology="halos-4x4", plan=Plan(seconds=50.0))
         assert sim.run() == "seconds"
         assert sim.now == 50.0

@@ -124,7 +124,9 @@ def test_the_target_is_what_the_worst_run_ends_at(runs: list[report.Result]) -> 
     assert report.target_loss(runs) == 2.2
 
 
-def test_a_run_without_a_final_loss_sets_no_target(runs: list[report.Result], tmp_path: Path) -> None:
+def test_a_run_without_a_final_loss_sets_no_target(
+    runs: list[report.Result], tmp_path: Path
+) -> None:
     blown_up = write_run(tmp_path / "nan", "nan", [3.0, float("nan")])
     assert blown_up.summary["final_loss"] is None
     assert report.target_loss([*runs, blown_up]) == 2.2
@@ -155,7 +157,9 @@ def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Result]
     assert middle["final_loss_sd"] is None
 
 
-def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(runs: list[report.Result]) -> None:
+def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(
+    runs: list[report.Result],
+) -> None:
     rows = report.rows(runs, 2.05)
     assert [(row["label"], row["reached"], row["seeds"]) for row in rows] == [
         ("middle", 1, 1),

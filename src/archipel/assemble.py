@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from archipel import methods
-from archipel.actor import Actor, Vector, World
+from archipel.actor import Actor, Vector, Worker, World
 from archipel.errors import UserError
 from archipel.recipe import DEFAULT_STEPS, Recipe
 from archipel.theory import moments
@@ -49,19 +49,13 @@ def build_actors(
     """
     method, workers, seed = methods.load(recipe.method), recipe.topology.workers, recipe.run.seed
     if pipeline is None:
-        return list(
-            method.build(
-                recipe.config, World(workers, layouts[0].parameters if layouts else 0, seed), theta
-            )
-        )
+        return list(method.build(recipe.config, _world(workers, layouts[:1], seed), theta))
     actors: list[Actor] = []
     thetas = split(theta, layouts) if layouts else [theta] * pipeline.stages
     for k, nodes in enumerate(pipeline.nodes):
         # Each stage draws its own random peers.
         stage_seed = int(np.random.default_rng((seed, 0x57A6E, k)).integers(2**31))
-        world = World(
-            workers[k :: pipeline.stages], layouts[k].parameters if layouts else 0, stage_seed
-        )
+        world = _world(workers[k :: pipeline.stages], layouts[k : k + 1], stage_seed)
         built = method.build(recipe.config, world, thetas[k])
         if {actor.me for actor in built} != set(nodes):
             servers = ", ".join(str(actor.me) for actor in built if actor.me not in nodes)
@@ -78,6 +72,12 @@ def build_actors(
             "pipeline take equally many inner steps"
         )
     return actors
+
+
+def _world(workers: Sequence[Worker], layout: Sequence[Layout], seed: int) -> World:
+    """What a method is told; `layout` is empty where nothing is trained."""
+    parameters = layout[0].parameters if layout else 0
+    return World(tuple(workers), parameters, seed, layout[0].blocks if layout else ())
 
 
 def check_reachable(recipe: Recipe) -> None:

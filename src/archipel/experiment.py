@@ -49,8 +49,8 @@ LiveProgress = Callable[[str, "Now"], None]
 """Told (a run's name, how it stands) about once a second as live runs go on."""
 
 
-def _say_nothing(*_: object) -> None:
-    """Nobody wants to know of the progress."""
+def say_nothing(*_: object) -> None:
+    """The progress that nobody asked for."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def compare(
     checkpoint_every: str | None = None,
     strict: bool = False,
     out: str | Path | None = None,
-    progress: Progress = _say_nothing,
+    progress: Progress = say_nothing,
 ) -> Comparison:
     """Simulate several methods on one network and one task: real gradients, a modelled clock.
 
@@ -154,7 +154,7 @@ def simulate(
     checkpoint_every: str | None = None,
     strict: bool = False,
     out: str | Path | None = None,
-    progress: Progress = _say_nothing,
+    progress: Progress = say_nothing,
 ) -> Result:
     """Run one recipe on the virtual clock.
 
@@ -188,7 +188,7 @@ def launch(
     strict: bool = False,
     checkpoint_every: str | None = None,
     out: str | Path | None = None,
-    progress: LiveProgress = _say_nothing,
+    progress: LiveProgress = say_nothing,
 ) -> Result:
     """Run one recipe for real, on this machine or across the machines of a Ray cluster.
 
@@ -224,8 +224,8 @@ def resume(
     checkpoint_every: str | None = None,
     address: str | None = None,
     insecure: bool = False,
-    progress: Progress = _say_nothing,
-    live_progress: LiveProgress = _say_nothing,
+    progress: Progress = say_nothing,
+    live_progress: LiveProgress = say_nothing,
 ) -> Comparison:
     """Go on with runs that were stopped: simulated ones as if they had not been, to the bit; live
     ones from their nodes' saves.
@@ -265,9 +265,7 @@ def resume(
         rest = {path: recipe for path, recipe in recipes.items() if path not in live}
         # The runs of one command were saved equally often, also those that have no save yet.
         noted = next(filter(None, (noted_every(path / rundir.CHECKPOINTS) for path in rest)), None)
-        diverged = _simulate_each(
-            rest, directory, processes, every or noted, progress, resume=True
-        )
+        diverged = _simulate_each(rest, directory, processes, every or noted, progress, resume=True)
         results = [report.load(path) for path in report.find(directory)]
     target = next((recipe.run.target_loss for recipe in recipes.values()), None)
     return compared(results, directory, target, diverged)
@@ -292,12 +290,12 @@ def recipes_of(
     Raises:
         UserError: something in them is unknown or impossible.
     """
-    texts = [text for text in chosen.split(",") if text.strip()] if isinstance(chosen, str) else chosen
-    labelled = [_labelled(one) for one in texts]
+    if isinstance(chosen, str):
+        labelled = [_labelled(text) for text in chosen.split(",") if text.strip()]
+    else:
+        labelled = [_labelled(one) for one in chosen]
     if not labelled:
-        raise UserError(
-            f"--methods {chosen!r}: name at least one of {', '.join(methods.names())}"
-        )
+        raise UserError(f"--methods {chosen!r}: name at least one of {', '.join(methods.names())}")
     labels = [label for label, _ in labelled]
     if repeated := {label for label in labels if labels.count(label) > 1}:
         raise UserError(f"--methods: {', '.join(sorted(repeated))} is named twice")
@@ -362,7 +360,7 @@ def simulate_all(
     processes: int | None = None,
     *,
     every: Every | None = None,
-    progress: Progress = _say_nothing,
+    progress: Progress = say_nothing,
 ) -> tuple[list[Result], list[str]]:
     """Simulate recipes one after the other, each in a run directory in `out`: what they left, and a
     line for each one that diverged, which left nothing.
@@ -499,10 +497,14 @@ def _go_live(
             progress=partial(progress, directory.name),
         )
     except KeyboardInterrupt:
-        goes_on = [f"`archipel resume {directory}` goes on from here"]
-        left = [f"`archipel report {directory}` shows what happened until then"]
-        said = goes_on * bool(rundir.unfinished(directory)) + left * directory.exists()
+        said = []
+        if rundir.unfinished(directory):
+            said.append(f"`archipel resume {directory}` goes on from here")
+        if directory.exists():
+            said.append(f"`archipel report {directory}` shows what happened until then")
         raise Interrupted("; ".join(said)) from None
     except TrainingError as error:
-        goes_on = f"; `archipel resume {directory}` goes on from the last save"
-        raise TrainingError(f"{error}{goes_on if rundir.unfinished(directory) else ''}") from None
+        if not rundir.unfinished(directory):
+            raise
+        goes_on = f"`archipel resume {directory}` goes on from the last save"
+        raise TrainingError(f"{error}; {goes_on}") from None

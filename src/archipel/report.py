@@ -294,6 +294,19 @@ def as_json(runs: Sequence[Result], target: float | None) -> dict[str, Any]:
     }
 
 
+def record(run: Result, target: float | None) -> dict[str, Any]:
+    """One run as a flat row: the figures of `as_json`, each setting of the method as
+    `settings.NAME`, and how many updates were refused and workers restarted.
+    """
+    row: dict[str, Any] = {key: run.summary.get(key) for key in _JSON} | {
+        "time_to_target_s": time_to_target_s(run, target)
+    }
+    for counts in ("refused_updates", "restarts"):
+        row[counts] = sum((row[counts] or {}).values())
+    settings: dict[str, Any] = row.pop("settings")
+    return row | {f"settings.{name}": value for name, value in settings.items()}
+
+
 def table(runs: Sequence[Result], target: float | None) -> Table:
     """The comparison for a terminal of 80 columns or more. Raises as `rows` does."""
     headers, *cells = _cells(rows(runs, target), target)

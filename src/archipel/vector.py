@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from archipel.actor import Block
+
 COMPILE_PREFIX = "_orig_mod."
 
 
@@ -98,6 +100,11 @@ class Layout:
         with torch.no_grad():
             for slot, tensor in zip(self.slots, self._tensors(module), strict=True):
                 tensor.copy_(slot.view(vector))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The tensors by name, and their entries in the vector."""
+        return tuple(Block(slot.name, slot.start, slot.start + slot.numel) for slot in self.slots)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """`vector` cut into one tensor per name; names carry no trace of torch.compile."""

@@ -16,7 +16,7 @@ import typer
 
 import archipel
 from archipel.cli import questions, runs, terminal
-from archipel.errors import Interrupted, TrainingError, UserError
+from archipel.errors import TrainingError, UserError
 
 app = typer.Typer(
     help="Train one model over slow links: compare methods on a modelled network, then run one for "
@@ -29,11 +29,15 @@ app = typer.Typer(
 theory = typer.Typer(
     help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None
 )
-for command in (runs.compare, runs.run, runs.resume, runs.launch, runs.report):
-    app.command()(command)
+app.command()(runs.compare)
+app.command()(runs.run)
+app.command()(runs.resume)
+app.command()(runs.launch)
+app.command()(runs.report)
 app.command("list")(questions.list_names)
-for command in (questions.study, questions.latency, questions.fuzz):
-    app.command()(command)
+app.command()(questions.study)
+app.command()(questions.latency)
+app.command()(questions.fuzz)
 app.add_typer(theory, name="theory")
 theory.command("noloco")(questions.theory_noloco)
 
@@ -75,8 +79,6 @@ def main() -> None:
     warnings.showwarning = lambda message, *_: terminal.say(f"archipel: warning: {message}")
     try:
         sys.exit(app(standalone_mode=False) or 0)
-    except Interrupted as error:
-        _complain("; ".join(filter(None, ("interrupted", str(error)))), 130)
     except UserError as error:
         _complain(error, 2)
     except TrainingError as error:
@@ -93,5 +95,3 @@ def main() -> None:
 def _complain(message: object, code: int) -> NoReturn:
     terminal.say(f"archipel: {message}")
     sys.exit(code)
-
-

@@ -124,7 +124,7 @@ def study(
     """Answer one question about a method with runs of its own."""
     chosen, folder = studies.load(name), out or rundir.dated(name)
     terminal.say(f"{chosen.TITLE} {seeds} seeds of {steps:,} inner steps.")
-    with terminal.progress() as (progress, _):
+    with terminal.running() as (progress, _):
         found = chosen.run(folder, studies.Settings(steps, seeds, processes, progress))
     if as_json:
         print(json.dumps({**asdict(found), "plots": [str(plot) for plot in found.plots]}))

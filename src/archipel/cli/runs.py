@@ -68,7 +68,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Which method trains fastest on this network? Real gradients, a modelled clock."""
-    with terminal.progress() as (progress, _):
+    with terminal.running() as (progress, _):
         found = experiment.compare(
             method_list,
             topology=topology,
@@ -114,7 +114,7 @@ def run(
     loaded = load_recipe(recipe, parse_settings(settings or []))
     if check_invariants and loaded.faults is None:
         loaded = loaded.with_faults(FaultsConfig())
-    with terminal.progress() as (progress, _):
+    with terminal.running() as (progress, _):
         result = experiment.simulate(
             loaded,
             processes=processes,
@@ -145,7 +145,7 @@ def resume(
 
     They are saved as often as before.
     """
-    with terminal.progress() as (progress, live_progress):
+    with terminal.running() as (progress, live_progress):
         found = experiment.resume(
             directory,
             processes=processes,
@@ -194,7 +194,7 @@ def launch(
 ) -> None:
     """Run one recipe for real: on this machine, or across the machines of a Ray cluster."""
     loaded = load_recipe(recipe, parse_settings(settings or []))
-    with terminal.progress() as (_, progress):
+    with terminal.running() as (_, progress):
         result = experiment.launch(
             loaded,
             address=address,
@@ -236,9 +236,7 @@ def report(
             f"{', '.join(map(str, directories))}{hint}"
         )
     results = [load(path) for path in found]
-    terminal.show(
-        experiment.compared(results, out or directories[0], target_loss), as_json=as_json
-    )
+    terminal.show(experiment.compared(results, out or directories[0], target_loss), as_json=as_json)
 
 
 def _show_one(result: Result, recipe: Recipe, *, as_json: bool) -> None:

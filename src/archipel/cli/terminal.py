@@ -7,6 +7,7 @@ there is none. What does not: which command prints what, and what a report says 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from archipel import experiment, report
-from archipel.errors import Diverged
+from archipel.errors import Diverged, Interrupted
 
 if TYPE_CHECKING:  # it imports Ray, which takes a second
     from archipel.live.watch import Now
@@ -55,7 +56,21 @@ def show(comparison: experiment.Comparison, *, as_json: bool) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[tuple[experiment.Progress, experiment.LiveProgress]]:
+def running() -> Iterator[tuple[experiment.Progress, experiment.LiveProgress]]:
+    """Runs are going on: shows their progress, see `_progress`, and lets Ctrl-C end the command.
+
+    The option parser would swallow a `KeyboardInterrupt` and what it says.
+    """
+    try:
+        with _progress() as told:
+            yield told
+    except Interrupted as error:
+        say(f"archipel: {'; '.join(filter(None, ('interrupted', str(error))))}")
+        sys.exit(130)
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[experiment.Progress, experiment.LiveProgress]]:
     """What simulated runs and live ones tell of their progress: a bar a run on a terminal;
     elsewhere a plain line on stderr every tenth of a run, and every minute of a live one.
     """

@@ -60,8 +60,9 @@ from archipel.checkpoint import Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.all_reduce import AllReduceMessage, AllReduces
 from archipel.live.mail import Envelope, Inbox, contents
+from archipel.run import wire
 from archipel.run.metrics import Recorder, Training
-from archipel.run.screening import Screen, ScreeningConfig, vectors_of
+from archipel.run.screening import Screen, ScreeningConfig
 from archipel.train.data import Shard
 from archipel.train.pipeline import Pipeline
 from archipel.train.pool import place_of
@@ -561,7 +562,9 @@ class Host:
 
         self._compute(job, progress)
 
-    def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
+    def all_reduce(
+        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
+    ) -> None:
         # In a collective nobody sees what another one gives, so each judges its own.
         self.reduces.call(group, vector, round, self.now, refused=self._refuses(self.me, [vector]))
 
@@ -612,7 +615,7 @@ class Host:
 
     def _handle(self, message: Message, sender: NodeId) -> None:
         self._happened()
-        if isinstance(message, Update) and self._refuses(sender, vectors_of(message)):
+        if isinstance(message, Update) and self._refuses(sender, wire.vectors(message)):
             message = Refused(message)
         self.actor.upon(message, sender, self)
         self._keep_at_marks()

@@ -30,8 +30,8 @@ from archipel.live.cluster import Machine, listed, machines, place
 from archipel.live.host import Beginning, Meeting, News, NotFinite, Record, Setup, Snapshot, Status
 from archipel.live.ray_host import make_followers, make_host
 from archipel.recipe import Recipe
+from archipel.run.census import NOT_FINITE
 from archipel.run.metrics import Evaluation, Recorder
-from archipel.sim.clock import NOT_FINITE
 from archipel.train.replica import Replica
 
 TICK_S = 1.0

@@ -107,6 +107,20 @@ class Recorder:
         self.last_job[node] = start_s, end_s, busy_s
         self._span(node, "compute", start_s, end_s)
 
+    def loses_job(self, node: NodeId, now: float) -> None:
+        """The inner steps that `node` takes end at `now`, unfinished: it has not computed
+        longer.
+        """
+        start_s, end_s, busy_s = self.last_job[node]
+        if end_s <= now:
+            return
+        done_s = busy_s * (now - start_s) / (end_s - start_s)
+        self.compute_s[node] += done_s - busy_s
+        self.last_job[node] = start_s, now, done_s
+        span = Span(node, "compute", start_s, end_s)
+        if span in self.spans:  # unless the trace was cut before it
+            self.spans[self.spans.index(span)] = Span(node, "compute", start_s, now)
+
     def sends(
         self, node: NodeId, start_s: float, end_s: float, size_bytes: float, *, slow: bool
     ) -> None:

@@ -147,11 +147,19 @@ class RandomFaults(Strict):
     crashes_per_hour: float = Field(
         0.0, ge=0, description="crashes of any server or worker, an hour; each one restarts"
     )
-    losses_per_hour: float = Field(0.0, ge=0, description="times at which links lose messages, an hour")
-    delays_per_hour: float = Field(0.0, ge=0, description="times at which links delay messages, an hour")
-    duplicates_per_hour: float = Field(0.0, ge=0, description="times at which links double messages, an hour")
+    losses_per_hour: float = Field(
+        0.0, ge=0, description="times at which links lose messages, an hour"
+    )
+    delays_per_hour: float = Field(
+        0.0, ge=0, description="times at which links delay messages, an hour"
+    )
+    duplicates_per_hour: float = Field(
+        0.0, ge=0, description="times at which links double messages, an hour"
+    )
     links_down_per_hour: float = Field(0.0, ge=0, description="links that go down, an hour")
-    partitions_per_hour: float = Field(0.0, ge=0, description="times at which the network falls in two, an hour")
+    partitions_per_hour: float = Field(
+        0.0, ge=0, description="times at which the network falls in two, an hour"
+    )
 
 
 class FaultsConfig(Strict):
@@ -167,7 +175,9 @@ class FaultsConfig(Strict):
     deadline_s: float = Field(
         30.0, gt=0, description="silence after which a node is taken for lost"
     )
-    retransmit_s: float = Field(1.0, gt=0, description="time after which a lost message is sent again")
+    retransmit_s: float = Field(
+        1.0, gt=0, description="time after which a lost message is sent again"
+    )
 
 
 def parse_faults(value: Any) -> FaultsConfig | None:

@@ -23,6 +23,7 @@ import numpy as np
 
 from archipel.actor import NodeId
 from archipel.errors import UserError, nearest
+from archipel.sim.events import Cut, Fail, Mend, Return, Save, Trouble
 from archipel.sim.faults import (
     Crash,
     Delay,
@@ -65,58 +66,6 @@ def end_s(start_s: float, work_s: float, windows: Sequence[Window]) -> float:
         left -= (edge - now) * rate
         now = edge
     return now + left
-
-
-# The events of a schedule. They lie on the engine's heap, so their fields are plain.
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """A node saves its state; only those saves that a restart will need are made."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """A node is gone; `leaves`: for good, and it says so."""
-
-    node: NodeId
-    leaves: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """The deadline of a node that has been silent since `since_s`."""
-
-    node: NodeId
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """A node is there again, or for the first time."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A link has been down for longer than the deadline: the nodes on both sides take each other
-    for lost.
-    """
-
-    link: tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Mend:
-    """That link is up again."""
-
-    link: tuple[str, str]
-
-
-FaultEvent = Save | Fail | Notice | Return | Cut | Mend
 
 
 @dataclass(frozen=True)
@@ -167,7 +116,7 @@ class Faults:
         }
         return windows | {(b, a): found for (a, b), found in windows.items()}
 
-    def events(self) -> Iterator[tuple[float, FaultEvent]]:
+    def events(self) -> Iterator[tuple[float, Trouble]]:
         """All that will happen, by the kind of event; an engine orders it by time."""
         for fault in self.of(Crash):
             if fault.restart_after_s is not None:

@@ -27,17 +27,20 @@ from archipel.assemble import build_actors, check_reachable, pipeline_of, planne
 from archipel.checkpoint import Every, Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import Recipe
+from archipel.run.census import Plan
+from archipel.run.invariants import Ledger
 from archipel.run.metrics import Recorder
 from archipel.rundir import CHECKPOINTS, INTERRUPTED, Ended
-from archipel.sim.clock import Simulator, Stop
+from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.schedule import make_faults
 from archipel.sim.topology import Profile
 from archipel.train.data import shards_of
 from archipel.train.pipeline import boundary_bytes
-from archipel.train.pool import NoTraining, Pool, Trainer
+from archipel.train.pool import NoTraining, Pool
 from archipel.train.replica import Run
 from archipel.train.task import NoTask
+from archipel.vector import Layout
 
 Progress = Callable[[int, int, float], None]
 """Told (inner steps so far, inner steps planned, seconds on the virtual clock) while a run goes
@@ -94,6 +97,8 @@ def measure_profile(pool: Pool | None) -> Profile:
         step_time_s=pool.measure_step_time_s(),
         activation_bytes=boundary_bytes(pool.task, modules, shards_of([""], 0)[0]),
     )
+
+
 def simulate(
     recipe: Recipe,
     pool: Pool | None,
@@ -130,7 +135,8 @@ def simulate(
         started -= load_checkpoint(directory, recipe, simulator)
     else:
         rundir.start(directory, recipe)
-    simulator.recorder.on_progress(simulator.absorbed, simulator.now)  # a bar that shows its start
+    # A bar that shows the start.
+    simulator.recorder.on_progress(simulator.inner_steps, simulator.now)
     with interrupts() as interrupted:
         try:
             while True:
@@ -156,7 +162,7 @@ def simulate(
             )
         except KeyboardInterrupt:
             with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
-                simulator.collect_evaluations()  # those under way take a moment each
+                simulator.state.evaluations.collect()  # those under way take a moment each
             rundir.leave(
                 directory,
                 recipe,
@@ -186,21 +192,12 @@ def make_simulator(
     """
     assert recipe.profile is not None
     tokens_per_step = pool.task.tokens_per_step if pool else None
-    steps, seed, workers = (
-        planned_steps(recipe, tokens_per_step),
-        recipe.run.seed,
-        recipe.topology.workers,
-    )
-    pipeline = pipeline_of(recipe)
+    steps, seed = planned_steps(recipe, tokens_per_step), recipe.run.seed
+    pipeline, theta, layouts = pipeline_of(recipe), torch.empty(0), list[Layout]()
     if pool:
         pool.begin(Run(steps, recipe.replicas, seed))
+        theta = pool.replica.layout.read(pool.replica.module)
         layouts = [replica.layout for replica in pool.stages]
-        theta, parameters = (
-            pool.replica.layout.read(pool.replica.module),
-            pool.replica.layout.parameters,
-        )
-    else:
-        theta, parameters, layouts = torch.empty(0), 0, []
     actors = build_actors(recipe, pipeline, theta, layouts)
     if pool and pipeline:
         pipeline = replace(
@@ -209,25 +206,32 @@ def make_simulator(
             parameters=tuple(layout.parameters for layout in layouts),
             clips=pool.task.gradient_clip is not None,
         )
-    trainer: Trainer = pool or NoTraining()
+    nodes = [actor.me for actor in actors]
+    workers = recipe.topology.workers
+    faulty = recipe.faults is not None
     return Simulator(
         actors,
         workers,
         Network(recipe.topology, np.random.default_rng((seed, 0x2E7))),
         recipe.profile,
-        trainer,
-        Recorder(on_progress=lambda absorbed, now: progress(min(absorbed, steps), steps, now)),
-        Stop(steps, recipe.run.seconds, recipe.run.target_loss),
-        evaluate_every=max(1, steps // recipe.run.evaluations),
-        tokens_per_step=tokens_per_step,
-        parameters=parameters,
+        pool or NoTraining(),
+        Recorder(on_progress=lambda trained, now: progress(min(trained, steps), steps, now)),
+        Plan(
+            steps,
+            recipe.run.seconds,
+            recipe.run.target_loss,
+            evaluate_every=max(1, steps // recipe.run.evaluations),
+            tokens_per_step=tokens_per_step,
+            stages=recipe.pipeline.stages,
+            strict=recipe.run.strict,
+        ),
+        numel=len(theta),
+        parameters=pool.replica.layout.parameters if pool else 0,
         seed=seed,
         pipeline=pipeline,
-        faults=make_faults(recipe.faults, recipe.topology, [actor.me for actor in actors], seed)
-        if recipe.faults
-        else None,
+        faults=make_faults(recipe.faults, recipe.topology, nodes, seed) if recipe.faults else None,
         screening=recipe.screening(live=False),
-        strict=recipe.run.strict,
+        observers=[Ledger(frozenset(worker.id for worker in workers))] if faulty else [],
     )
 
 
@@ -253,10 +257,10 @@ def _when_to_save(
     """
     match every:
         case Every(tokens=int(tokens)):
-            assert simulator.tokens_per_step is not None
-            per_step = simulator.tokens_per_step
-            mark = (simulator.absorbed * per_step // tokens + 1) * tokens
-            return lambda: interrupted() or simulator.absorbed * per_step >= mark
+            per_step = simulator.state.census.plan.tokens_per_step
+            assert per_step is not None
+            mark = (simulator.inner_steps * per_step // tokens + 1) * tokens
+            return lambda: interrupted() or simulator.inner_steps * per_step >= mark
         case Every(seconds=float(seconds)):
             end_s = time.monotonic() + seconds
             return lambda: interrupted() or time.monotonic() >= end_s
@@ -274,13 +278,13 @@ def save_checkpoint(
         UserError, TrainingError: see `checkpoint.save`; and a process of the pool may have died.
     """
     trainer = (
-        simulator.trainer.state()
+        simulator.engine.setting.trainer.state()
     )  # first: it waits for all jobs, whose results are part of the simulator's state
-    state = {"trainer": trainer, "simulator": simulator.state(), "wall_s": wall_s}
+    state = {"trainer": trainer, "simulator": simulator.state, "wall_s": wall_s}
     surroundings = _surroundings(recipe, simulator)
     return checkpoint.save(
         directory / CHECKPOINTS,
-        simulator.events,
+        simulator.state.events,
         state,
         surroundings,
         rundir.recipe_text(directory),
@@ -298,18 +302,13 @@ def load_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator) -> fl
     state = checkpoint.load(
         directory / CHECKPOINTS, _surroundings(recipe, simulator), rundir.recipe_text(directory)
     )
-    simulator.trainer.restore(state["trainer"])
+    simulator.engine.setting.trainer.restore(state["trainer"])
     simulator.restore(state["simulator"])
     return float(state["wall_s"])
 
 
 def _surroundings(recipe: Recipe, simulator: Simulator) -> Surroundings:
-    things = {
-        "simulator": simulator,
-        "trainer": simulator.trainer,
-        "on_progress": simulator.recorder.on_progress,
-    }
-    return Surroundings(things, [cast(ModuleType, methods.load(recipe.method))])
+    return Surroundings(simulator.fixed, [cast(ModuleType, methods.load(recipe.method))])
 
 
 @contextlib.contextmanager
@@ -339,13 +338,13 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
     """What `simulator` hands over for the run directory, at its end or where it was stopped."""
-    profile = recipe.profile
+    profile, faults = recipe.profile, simulator.engine.setting.faults.faults
     assert profile is not None
     return Ended(
         time_s=simulator.now,
-        inner_steps=simulator.absorbed,
-        outer_steps=simulator.outer_steps(),
-        local_updates=simulator.local_updates(),
+        inner_steps=simulator.inner_steps,
+        outer_steps=simulator.holders()[0].outer_steps,
+        local_updates=sum(actor.local_updates for actor in simulator.actors.values()),
         parts=simulator.parts(),
         nodes=list(simulator.actors),
         recorder=simulator.recorder,
@@ -359,7 +358,7 @@ def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step "
         "at full speed)"
         + in_stages(recipe)
-        + (f", {len(simulator.faults.faults)} faults on purpose" if simulator.books else ""),
+        + (f", {len(faults)} faults on purpose" if recipe.faults is not None else ""),
         clock="modelled",
         processes=len(pool.processes) if pool else 0,
     )
