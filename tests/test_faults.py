@@ -1112,3 +1112,32 @@ def test_invariants_are_checked_on_request(
         == 1
     )
     assert "archipel: invariant tokens:" in capsys.readouterr().err
+
+
+# What is booked
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_nobody_is_busier_than_the_clock(method: str) -> None:
+    """A job that is lost has taken no longer than until it was lost, however often that happens."""
+    crashes = [
+        {"kind": "crash", "node": node, "at_s": float(at_s), "restart_after_s": 0.5}
+        for at_s in range(5, 60, 5)
+        for node in (A, B)
+    ]
+    settings = {"name": method}
+    if "inner_steps" in methods.load(method).Config.model_fields:
+        settings["inner_steps"] = 40
+    given = recipe(method, *crashes, seconds=60.0, method=settings)
+    sim = simulate.make_simulator(given, None)
+    sim.run()
+    workers = list(sim.engine.setting.step_time_s)
+    idle = sim.recorder.idle_fraction(workers, sim.now)
+    assert idle is not None
+    assert 0 <= idle <= 1
+    busy_s = dict.fromkeys(workers, 0.0)
+    for span in sim.recorder.spans:
+        if span.what == "compute":
+            busy_s[span.node] += min(span.end_s, sim.now) - span.start_s
+    assert all(seconds <= sim.now for seconds in busy_s.values())
+    assert idle == pytest.approx(1 - sum(busy_s.values()) / (len(workers) * sim.now), rel=1e-9)

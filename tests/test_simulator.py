@@ -13,6 +13,7 @@ from archipel.actor import Actor, Context, Message, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.run.census import Plan
 from archipel.sim.topology import Link, Profile, RegionLink, Topology
+from archipel.train.pool import NoTraining
 
 A, B, C = NodeId("a", "w0"), NodeId("b", "w0"), NodeId("b", "w1")
 TINY = Profile(name="tiny", model_bytes=1_000_000, step_time_s=1.0)
@@ -388,3 +389,18 @@ def test_the_profile_counts_each_vector_of_a_message() -> None:
     sim.run()
     assert sim.recorder.sent_bytes == sim.recorder.messages * 2 * PROFILE.model_bytes
     assert sim.recorder.messages == 2
+
+
+@pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco", "async_local_sgd"])
+def test_many_workers_take_their_one_round_of_few_steps(method: str) -> None:
+    """A round of all workers may be longer than the plan: that is no run without outer steps."""
+    sim = simulator(method, NoTraining(), topology="internet-300", theta=torch.zeros(0), steps=10)
+    assert sim.run() == "steps"
+    assert sim.inner_steps >= 10
+    assert sim.holders()[0].outer_steps <= 1 or method == "async_local_sgd"
+
+
+def test_setting_up_and_losing_nodes_grows_with_their_number_alone() -> None:
+    """Nodes that give one tuple of peers share one set of them."""
+    sim = simulator("noloco", NoTraining(), topology="internet-50", theta=torch.zeros(0))
+    assert len({id(peers) for peers in sim.engine.setting.peers.values()}) == 1

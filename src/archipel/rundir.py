@@ -271,7 +271,9 @@ class Ended:
 
     Attributes:
         time_s: on the engine's clock.
-        inner_steps, outer_steps, local_updates: see `actor.Actor`.
+        inner_steps: that have been trained; see `actor.Actor`.
+        absorbed_steps: those of them that are in the model to take home.
+        outer_steps, local_updates: see `actor.Actor`.
         parts: those whose mean is the model to take home.
         nodes: all of them.
         recorder: what happened.
@@ -284,6 +286,7 @@ class Ended:
 
     time_s: float
     inner_steps: int
+    absorbed_steps: int
     outer_steps: int
     local_updates: int
     parts: Sequence[Vector]
@@ -311,6 +314,10 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "time_s": ended.time_s,
         "inner_steps": ended.inner_steps,
         "tokens": task and ended.inner_steps * task.tokens_per_step,
+        "absorbed_steps": ended.absorbed_steps,
+        "unreported_fraction": 1 - ended.absorbed_steps / ended.inner_steps
+        if ended.inner_steps
+        else None,
         "outer_steps": ended.outer_steps or None,
         "local_updates": ended.local_updates or None,
         "messages": recorder.messages,

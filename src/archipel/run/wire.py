@@ -11,7 +11,6 @@ and for a run in which nothing is trained and all vectors are empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 from torch import Tensor
@@ -24,7 +23,11 @@ BYTES_PER_ENTRY = 4
 
 def vectors(message: Message) -> list[Tensor]:
     """All tensors among the fields of a message, in the order of its fields."""
-    return list(_vectors(message))
+    kind = type(message)
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(part.name for part in fields(message))
+    values = [getattr(message, name) for name in _FIELDS[kind]]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def weight(message: Message, numel: int) -> float:
@@ -42,8 +45,8 @@ def weight(message: Message, numel: int) -> float:
     if stated is not None:
         return stated
     if numel:
-        return sum(tensor.nbytes for tensor in _vectors(message)) / (BYTES_PER_ENTRY * numel)
-    return float(sum(1 for _ in _vectors(message)))
+        return sum(tensor.nbytes for tensor in vectors(message)) / (BYTES_PER_ENTRY * numel)
+    return float(len(vectors(message)))
 
 
 def share(vector: Vector, numel: int) -> float:
@@ -51,16 +54,6 @@ def share(vector: Vector, numel: int) -> float:
     is trained.
     """
     return len(vector) / numel if numel else 1.0
-
-
-def _vectors(message: Message) -> Iterator[Tensor]:
-    kind = type(message)
-    if kind not in _FIELDS:
-        _FIELDS[kind] = tuple(part.name for part in fields(message))
-    for name in _FIELDS[kind]:
-        value = getattr(message, name)
-        if isinstance(value, Tensor):
-            yield value
 
 
 _FIELDS: dict[type[Message], tuple[str, ...]] = {}

@@ -149,6 +149,11 @@ class Faults:
             )
         return windows
 
+    @cached_property
+    def disturb_messages(self) -> bool:
+        """Whether any message of the run may arrive later, or be sent more often, than it would."""
+        return bool(self.down or self._on_links)
+
     def arrival(
         self,
         rng: np.random.Generator,

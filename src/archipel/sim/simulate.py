@@ -343,6 +343,7 @@ def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
     return Ended(
         time_s=simulator.now,
         inner_steps=simulator.inner_steps,
+        absorbed_steps=simulator.absorbed_steps,
         outer_steps=simulator.holders()[0].outer_steps,
         local_updates=sum(actor.local_updates for actor in simulator.actors.values()),
         parts=simulator.parts(),

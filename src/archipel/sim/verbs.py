@@ -162,11 +162,9 @@ def depart(engine: Engine, departure: Departure) -> None:
     """The bytes of a message are on their way: count them, and plan its arrival."""
     state, (deliver, start_s, end_s) = engine.state, departure
     sender, to, size_bytes = deliver.sender, deliver.to, deliver.size_bytes
-    usual_s = end_s - start_s
-    if sender != to:
-        end_s, copies = engine.setting.faults.arrival(
-            state.outages.rng, sender, to, start_s, end_s, usual_s
-        )
+    usual_s, faults = end_s - start_s, engine.setting.faults
+    if faults.disturb_messages and sender != to:
+        end_s, copies = faults.arrival(state.outages.rng, sender, to, start_s, end_s, usual_s)
         if copies > 1:
             waste(engine, deliver, copies - 1)
     # Messages of one sender to one receiver keep their order, whatever disturbs them.
