@@ -18,8 +18,8 @@ from archipel.run.census import Plan
 from archipel.run.invariants import Ledger
 from archipel.run.metrics import Recorder
 from archipel.sim.clock import Simulator
-from archipel.sim.faults import Faults
 from archipel.sim.network import Network
+from archipel.sim.schedule import Faults
 from archipel.sim.topology import PROFILES, Profile, Topology, load_topology
 from archipel.train.data import Shard
 from archipel.train.pool import Done

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from archipel import experiment, methods, outer
+from archipel import methods, outer
 from archipel.actor import (
     Actor,
     Context,
@@ -40,6 +40,7 @@ from archipel.live.mail import Envelope, Inbox, contents
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.screening import ScreeningConfig
+from archipel.sim import simulate
 from archipel.train.data import Shard
 from archipel.train.replica import Replica, Run, Solo
 from archipel.train.task import NoTask, TaskConfig, make_task
@@ -225,8 +226,8 @@ def test_synchronous_methods_end_with_the_simulators_weights(method: str, tmp_pa
     marks = live.rehearse(chosen, chosen.profile, 200)
     fleet, replica = fleet_of(chosen, marks)
     fleet.run()
-    with experiment.open_pool(chosen, 1) as pool:
-        summary = experiment.simulate(chosen, pool, tmp_path / "run")
+    with simulate.open_pool(chosen, 1) as pool:
+        summary = simulate.simulate(chosen, pool, tmp_path / "run")
         assert pool is not None
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
     assert sum(host.snapshots[-1].trained for host in holders) == summary["inner_steps"]

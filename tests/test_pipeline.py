@@ -19,12 +19,13 @@ from inline import linear_task
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from archipel import experiment, report
+from archipel import assemble, report
 from archipel.actor import NodeId
 from archipel.errors import UserError
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.census import Plan
 from archipel.run.metrics import Recorder
+from archipel.sim import simulate
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.verbs import NodeContext
@@ -277,10 +278,10 @@ def timed(fields: dict[str, Any], steps: int = 8, activation_bytes: int = 0) -> 
             **fields,
         }
     )
-    one = experiment.pipeline_of(recipe)
+    one = assemble.pipeline_of(recipe)
     assert recipe.profile is not None
     return Simulator(
-        experiment.build_actors(recipe, one, torch.empty(0), ()),
+        assemble.build_actors(recipe, one, torch.empty(0), ()),
         recipe.topology.workers,
         Network(recipe.topology, np.random.default_rng(0)),
         recipe.profile,
@@ -549,27 +550,25 @@ def staged_recipe(**fields: Any) -> Recipe:
 
 
 @pytest.fixture
-def simulate(pools: Any) -> Callable[..., dict[str, Any]]:
+def run(pools: Any) -> Callable[..., dict[str, Any]]:
     def call(recipe: Recipe, out: Path, processes: int = 1) -> dict[str, Any]:
-        experiment.check_reachable(recipe)
-        return experiment.simulate(recipe, pools(recipe, processes), out)
+        assemble.check_reachable(recipe)
+        return simulate.simulate(recipe, pools(recipe, processes), out)
 
     return call
 
 
 @pytest.mark.parametrize("routing", ["random", "fixed"])
-def test_one_process_and_two_leave_the_same_files(
-    simulate: Any, routing: str, tmp_path: Path
-) -> None:
+def test_one_process_and_two_leave_the_same_files(run: Any, routing: str, tmp_path: Path) -> None:
     recipe = staged_recipe(pipeline={"stages": 2, "micro_batches": 2, "routing": routing})
     for processes in (1, 2):
-        simulate(recipe, tmp_path / str(processes), processes)
+        run(recipe, tmp_path / str(processes), processes)
     for name in ("metrics.jsonl", "weights.safetensors", "trace.json", "recipe.yaml"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
 def test_a_noloco_run_has_no_collective(
-    simulate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reduced: list[Any] = []
     collective = NodeContext.all_reduce
@@ -579,16 +578,16 @@ def test_a_noloco_run_has_no_collective(
         collective(*arguments)
 
     monkeypatch.setattr(NodeContext, "all_reduce", counted)
-    summary = simulate(staged_recipe(), tmp_path / "noloco")
+    summary = run(staged_recipe(), tmp_path / "noloco")
     assert summary["outer_steps"] == 3
     assert summary["inner_steps"] == 60
     assert summary["final_loss"] < 2.78  # log(16) = 2.77 is where it starts
     assert len(reduced) == 0
-    simulate(staged_recipe(method={"name": "diloco", "inner_steps": 5}), tmp_path / "diloco")
+    run(staged_recipe(method={"name": "diloco", "inner_steps": 5}), tmp_path / "diloco")
     assert len(reduced) == 3 * 8  # the counter counts
 
 
-def test_routes_bring_replicas_nearer_to_each_other(simulate: Any, tmp_path: Path) -> None:
+def test_routes_bring_replicas_nearer_to_each_other(run: Any, tmp_path: Path) -> None:
     alone = {
         "name": "noloco",
         "inner_steps": 5,
@@ -598,7 +597,7 @@ def test_routes_bring_replicas_nearer_to_each_other(simulate: Any, tmp_path: Pat
         "gamma": 0.0,
     }
     spread = {
-        routing: simulate(
+        routing: run(
             staged_recipe(
                 method=alone, pipeline={"stages": 2, "micro_batches": 2, "routing": routing}
             ),
@@ -610,7 +609,7 @@ def test_routes_bring_replicas_nearer_to_each_other(simulate: Any, tmp_path: Pat
 
 
 def test_a_single_replica_without_outer_step_is_plain_training_in_any_number_of_stages(
-    simulate: Any, tmp_path: Path
+    run: Any, tmp_path: Path
 ) -> None:
     losses = []
     for stages in (1, 2, 4):
@@ -621,7 +620,7 @@ def test_a_single_replica_without_outer_step_is_plain_training_in_any_number_of_
             pipeline={"stages": stages, "micro_batches": 2},
             run={"steps": 40, "evaluations": 4},
         )
-        simulate(recipe, tmp_path / str(stages))
+        run(recipe, tmp_path / str(stages))
         losses.append([line["loss"] for line in report.load(tmp_path / str(stages)).evals])
     assert len(losses[0]) == 5
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -637,7 +636,7 @@ def test_a_default_model_in_stages_is_not_tied() -> None:
 def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None:
     pool = pools(staged_recipe(profile="measured"))
     assert (
-        experiment.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
+        simulate.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
     )  # batch, sequence, width, fp32
 
 
@@ -691,10 +690,10 @@ def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None
     ],
 )
 def test_pipelines_that_cannot_run(
-    simulate: Any, fields: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+    run: Any, fields: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error) as raised:
-        simulate(staged_recipe(**fields), tmp_path / "run")
+        run(staged_recipe(**fields), tmp_path / "run")
     assert text in str(raised.value)
 
 
@@ -702,4 +701,4 @@ def test_a_pipeline_needs_links_between_neighbouring_stages() -> None:
     with pytest.raises(
         UserError, match="a/w0 cannot reach b/w0"
     ):  # one replica: no outer step crosses, but its activations do
-        experiment.check_reachable(staged_recipe(topology={"regions": {"a": [1.0], "b": [1.0]}}))
+        assemble.check_reachable(staged_recipe(topology={"regions": {"a": [1.0], "b": [1.0]}}))

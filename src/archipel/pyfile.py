@@ -11,6 +11,9 @@ from types import ModuleType
 
 from archipel.errors import UserError, seen_from
 
+_importing: list[Path] = []
+"""Files that are being imported at this moment."""
+
 
 def import_file(path: Path, place: str) -> ModuleType:
     """The module in the file `path`; `place` names it in errors.
@@ -26,12 +29,29 @@ def import_file(path: Path, place: str) -> ModuleType:
         raise UserError(f"{place}: {str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
+    _importing.append(path)
     try:
         spec.loader.exec_module(module)
+    except UserError:
+        del sys.modules[spec.name]
+        raise
     except Exception as error:
         del sys.modules[spec.name]
         raise UserError(f"{place}: importing it failed at {whereabouts(error)}") from error
+    finally:
+        _importing.remove(path)
     return module
+
+
+def check_not_importing(function: str) -> None:
+    """Raise a `UserError` if `archipel.FUNCTION` is called by a user's file while archipel imports
+    that file. A script that names itself as the task's file would start itself again and again.
+    """
+    if _importing:
+        raise UserError(
+            f"{_importing[-1]}: archipel.{function}() is called while this file is imported for "
+            f'what it defines; put the call under `if __name__ == "__main__":`'
+        )
 
 
 def whereabouts(error: Exception) -> str:

@@ -7,22 +7,24 @@ does not: running it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, model_validator
 
 from archipel import methods
 from archipel.actor import MethodConfig
-from archipel.errors import UserError, explain, nearest
+from archipel.errors import UserError, checked, nearest
 from archipel.run.screening import ScreeningConfig
 from archipel.sim.faults import FaultsConfig, parse_faults
 from archipel.sim.topology import (
     MEASURED,
     PROFILES,
     Profile,
+    Strict,
     Topology,
     load_topology,
     parse_topology,
@@ -48,14 +50,13 @@ DEFAULT_PROFILE = "pythia-70m-h100"
 DEFAULT_STEPS = 10_000
 
 
-class RunConfig(BaseModel):
+class RunConfig(Strict):
     """When a run ends, and its seed. The first stop rule that holds ends it.
 
     `steps` and `tokens` count what the model to take home has absorbed, of all workers together;
     the learning rate is planned for them.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     steps: int | None = Field(None, ge=1, description=f"inner steps; default: {DEFAULT_STEPS}")
     tokens: int | None = Field(None, ge=1, description="instead of steps")
     seconds: float | None = Field(None, gt=0, description="on the engine's clock")
@@ -68,11 +69,18 @@ class RunConfig(BaseModel):
         False, description="a training loss that is not finite ends the run, and restarts no worker"
     )
 
+    @model_validator(mode="after")
+    def _one_plan(self) -> RunConfig:
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError(
+                f"steps = {self.steps} and tokens = {self.tokens} are both given; give one of them"
+            )
+        return self
 
-class PipelineConfig(BaseModel):
+
+class PipelineConfig(Strict):
     """One replica of the model over several workers; see `pipeline.py`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     stages: int = Field(
         1, ge=1, description="workers that hold one replica; they divide the number of workers"
     )
@@ -84,10 +92,9 @@ class PipelineConfig(BaseModel):
     )
 
 
-class LiveConfig(BaseModel):
+class LiveConfig(Strict):
     """How a recipe runs for real, by `archipel launch`; a simulation does not look at it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     pace: Literal["none", "profile"] = Field(
         "none",
         description="profile: an inner step takes at least the time that the profile and the "
@@ -208,84 +215,101 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
             f"{', '.join(methods.names())}"
         )
     method, config = _method(section(data["method"], "method"))
-    task_fields = section(data.get("task", "stdlib"), "task")
-    run_fields, pipeline_fields = data.get("run", {}), data.get("pipeline", {})
-    if not isinstance(run_fields, dict):
-        raise UserError(f"run = {run_fields!r}: expected keys such as `steps: 10000`")
-    if not isinstance(pipeline_fields, dict):
-        raise UserError(f"pipeline = {pipeline_fields!r}: expected keys such as `stages: 2`")
     label = str(data.get("label", Path(method).stem))
     if not re.fullmatch(r"[\w.+-]+", label):
         raise UserError(
             f"label = {label!r}: it names a folder; use letters, digits, '.', '_', '+' and '-'"
         )
-    pipeline, topology = (
-        _pipeline(pipeline_fields),
-        _topology(data.get("topology", DEFAULT_TOPOLOGY)),
+    topology = _topology(data.get("topology", DEFAULT_TOPOLOGY))
+    pipeline = checked(
+        PipelineConfig, data.get("pipeline", {}), "pipeline", "keys such as `stages: 2`"
     )
     if len(topology.workers) % pipeline.stages:
         raise UserError(
             f"pipeline.stages = {pipeline.stages}: topology {topology.name!r} has "
-            f"{len(topology.workers)} workers, "
-            f"which is no multiple of that"
+            f"{len(topology.workers)} workers, which is no multiple of that"
         )
+    task = _task(section(data.get("task", "stdlib"), "task"), tied=pipeline.stages == 1)
     recipe = Recipe(
         label=label,
         method=method,
         config=config,
         topology=topology,
         profile=_profile(data.get("profile", DEFAULT_PROFILE)),
-        task=_task(task_fields, tied=pipeline.stages == 1),
-        run=_run(run_fields),
+        task=task,
+        run=checked(RunConfig, data.get("run", {}), "run", "keys such as `steps: 10000`"),
         pipeline=pipeline,
-        live=_live(data.get("live", {})),
+        live=checked(LiveConfig, data.get("live", {}), "live", "keys such as `pace: profile`"),
         bad_updates=_bad_updates(data.get("bad_updates")),
     )
     faults = parse_faults(data.get("faults"))
     return recipe if faults is None else recipe.with_faults(faults)
 
 
-def read_recipe(path: Path, overrides: list[str]) -> Recipe:
-    """The recipe in a YAML file, with `section.key=value` laid over it.
+def load_recipe(
+    source: Recipe | Mapping[str, Any] | str | Path, settings: Mapping[str, Any] | None = None
+) -> Recipe:
+    """A recipe as it is, from its fields, or from a YAML file, with `settings` laid over it.
+
+    Args:
+        settings: values by `section.key`; the method's own name is a section too.
 
     Raises:
-        UserError: the file or what it says is wrong.
+        UserError: the file, or what it or `settings` say, is wrong.
     """
-    data = {
-        "topology": DEFAULT_TOPOLOGY,
-        "profile": DEFAULT_PROFILE,
-        **read_mapping(path, "recipe"),
-    }
-    method = section(data.get("method", {}), "method").get("name")
-    for override in overrides:
-        place, key, value = parse_override(override)
+    match source:
+        case Recipe() if not settings:
+            return source
+        case Recipe():
+            fields = parse(source.to_yaml())
+        case Mapping():
+            fields = dict(source)
+        case _:
+            fields = read_mapping(Path(source), "recipe")
+    fields = {"topology": DEFAULT_TOPOLOGY, "profile": DEFAULT_PROFILE, **fields}
+    method = section(fields.get("method", {}), "method").get("name")
+    for name, value in (settings or {}).items():
+        place, key = split_name(name, f"{name}={value}")
         place = "method" if place == method else place
         if place not in KEYS:
             raise UserError(
-                f"--set {override}: unknown section {place!r}{nearest(place, KEYS)}; allowed: "
+                f"--set {name}={value}: unknown section {place!r}{nearest(place, KEYS)}; allowed: "
                 f"{', '.join(KEYS)}"
             )
-        data[place] = {**section(data.get(place) or {}, place), key: value}
-    return parse_recipe(data)
+        fields[place] = {**section(fields.get(place) or {}, place), key: value}
+    return parse_recipe(fields)
 
 
-def parse_override(text: str) -> tuple[str, str, Any]:
-    """`section.key=value` in three parts.
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Values by `section.key`, from texts such as `halos.inner_steps=16`; the last one counts.
 
     Raises:
-        UserError: it does not have that form.
+        UserError: one of them does not have that form.
     """
-    place, equals, value = text.partition("=")
-    name, dot, key = place.strip().partition(".")
-    if not (equals and dot and key):
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        split_name(name if equals else "", text)
+        try:
+            settings[name.strip()] = parse(value)
+        except yaml.YAMLError:
+            raise UserError(f"--set {text}: {value!r} is not a value that YAML can read") from None
+    return settings
+
+
+def split_name(name: str, text: str) -> tuple[str, str]:
+    """Section and key of a setting's name; `text` is what the user wrote.
+
+    Raises:
+        UserError: the name is not `section.key`.
+    """
+    place, dot, key = name.strip().partition(".")
+    if not (dot and key):
         raise UserError(
             f"--set {text}: expected section.key=value, for example halos.inner_steps=16 or "
             "task.width=64"
         )
-    try:
-        return name, key, parse(value)
-    except yaml.YAMLError:
-        raise UserError(f"--set {text}: {value!r} is not a value that YAML can read") from None
+    return place, key
 
 
 def section(value: Any, name: str) -> dict[str, Any]:
@@ -303,27 +327,19 @@ def _method(fields: dict[str, Any]) -> tuple[str, MethodConfig]:
     if "name" not in fields:
         raise UserError(f"method: `name` is required; methods: {', '.join(methods.names())}")
     name = str(fields.pop("name"))
-    config = methods.load(name).Config
-    try:
-        return name, config.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, name, config) from None
+    return name, checked(methods.load(name).Config, fields, name)
 
 
 def _topology(value: Any) -> Topology:
     match value:
         case str():
             return load_topology(value)
-        case dict() if (
-            "name" in value and "regions" not in value
-        ):  # a preset or file, and what differs from it
-            base = load_topology(str(value["name"]))
-            topology = parse_topology({**base.model_dump(), **value})
-            return (
-                topology
-                if topology == base
-                else topology.model_copy(update={"name": f"{base.name} (changed)"})
-            )
+        case {"name": name} if "regions" not in value:  # a preset or file, and what differs from it
+            base = load_topology(str(name))
+            changed = parse_topology({**base.model_dump(), **value})
+            if changed == base:
+                return base
+            return changed.model_copy(update={"name": f"{base.name} (changed)"})
         case dict():
             return parse_topology(value)
         case _:
@@ -339,66 +355,28 @@ def _profile(value: Any) -> Profile | None:
         return None
     match fields:
         case {"name": str(name)} if name in PROFILES:
-            fields = {**PROFILES[name].model_dump(), **fields}
-            if fields != PROFILES[name].model_dump():
+            preset = PROFILES[name].model_dump()
+            fields = {**preset, **fields}
+            if fields != preset:
                 fields["name"] = f"{name} (changed)"
         case {"name": str(name)} if len(fields) == 1:
             known = [*PROFILES, MEASURED]
             raise UserError(
                 f"profile = {name!r}: allowed are {', '.join(known)}{nearest(name, known)}"
             )
-    try:
-        return Profile.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "profile", Profile) from None
+    return checked(Profile, fields, "profile")
 
 
 def _task(fields: dict[str, Any], *, tied: bool) -> TaskConfig:
     config = task_config(str(fields.get("name", "stdlib")))
     if issubclass(config, GptTask):
         fields = {"tied": tied, **fields}
-    try:
-        return config.model_validate({"name": "stdlib", **fields})
-    except ValidationError as error:
-        raise explain(error, "task", config) from None
-
-
-def _pipeline(fields: dict[str, Any]) -> PipelineConfig:
-    try:
-        return PipelineConfig.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "pipeline", PipelineConfig) from None
-
-
-def _run(fields: dict[str, Any]) -> RunConfig:
-    try:
-        run = RunConfig.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "run", RunConfig) from None
-    if run.steps is not None and run.tokens is not None:
-        raise UserError(
-            f"run: steps = {run.steps} and tokens = {run.tokens} are both given; give one of them"
-        )
-    return run
-
-
-def _live(fields: Any) -> LiveConfig:
-    if not isinstance(fields, dict):
-        raise UserError(f"live = {fields!r}: expected keys such as `pace: profile`")
-    try:
-        return LiveConfig.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "live", LiveConfig) from None
+    return checked(config, {"name": "stdlib", **fields}, "task")
 
 
 def _bad_updates(fields: Any) -> ScreeningConfig | Literal[False] | None:
     if fields is None or fields is False:
         return fields
-    if not isinstance(fields, dict):
-        raise UserError(
-            f"bad_updates = {fields!r}: expected false, or keys such as `multiple: 1000`"
-        )
-    try:
-        return ScreeningConfig.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "bad_updates", ScreeningConfig) from None
+    return checked(
+        ScreeningConfig, fields, "bad_updates", "false, or keys such as `multiple: 1000`"
+    )

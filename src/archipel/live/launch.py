@@ -32,11 +32,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from archipel import checkpoint, experiment
+from archipel import assemble, checkpoint, rundir
 from archipel.actor import Actor, NodeId, Vector
 from archipel.checkpoint import Every, Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.experiment import CHECKPOINTS, INTERRUPTED, LIVE, Ended
 from archipel.live.cluster import check_protected, machines, place, session
 from archipel.live.host import Meeting, Saves, Setup, device
 from archipel.live.ray_host import ask_for_port
@@ -45,6 +44,7 @@ from archipel.recipe import Recipe
 from archipel.run.census import Plan
 from archipel.run.metrics import Recorder, merged
 from archipel.run.observer import Observer
+from archipel.rundir import CHECKPOINTS, INTERRUPTED, LIVE, Ended
 from archipel.sim.clock import Simulator
 from archipel.sim.faults import FaultsConfig
 from archipel.sim.network import Network
@@ -76,9 +76,9 @@ def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, 
     Raises:
         UserError, TrainingError: the method would not come to its end; see `Simulator.run`.
     """
-    seed, pipeline, rehearsal = recipe.run.seed, experiment.pipeline_of(recipe), Marks()
+    seed, pipeline, rehearsal = recipe.run.seed, assemble.pipeline_of(recipe), Marks()
     Simulator(
-        experiment.build_actors(recipe, pipeline, torch.empty(0), ()),
+        assemble.build_actors(recipe, pipeline, torch.empty(0), ()),
         recipe.topology.workers,
         Network(recipe.topology, np.random.default_rng((seed, 0x2E7))),
         profile,
@@ -145,7 +145,8 @@ def launch(
     bytes; its summary.
 
     After Ctrl-C the directory holds what happened until then, and `KeyboardInterrupt` goes on.
-    After an error it holds what has been saved, if anything has.
+    After an error it holds what has been saved, if anything has. Nobody else may use the directory
+    meanwhile, see `rundir.alone_in`.
 
     Args:
         address: of a running Ray cluster; None: a private one on this machine, for the time of the
@@ -165,8 +166,7 @@ def launch(
     check_launch(recipe, every)
     own = {}
     if resume:
-        with experiment.alone_in(directory):
-            own = checkpoint.load(folder_of(directory), Surroundings({}), recipe.to_yaml())
+        own = checkpoint.load(folder_of(directory), Surroundings({}), recipe.to_yaml())
     torch.set_num_threads(1)  # the workers need the cores
     try:
         parts = prepare(recipe, resume=resume)
@@ -178,10 +178,9 @@ def launch(
                 try:
                     watch.start(meetings_of(watch, parts, insecure=insecure))
                     if not resume:
-                        experiment.start_directory(directory, parts.recipe)
-                    with experiment.alone_in(directory):
-                        stopped = watch.run()
-                        return _leave(directory, parts, watch, stopped, wall_s)
+                        rundir.start(directory, parts.recipe)
+                    stopped = watch.run()
+                    return _leave(directory, parts, watch, stopped, wall_s)
                 except KeyboardInterrupt:
                     if watch.started_s:
                         watch.ask()
@@ -241,7 +240,7 @@ def _kept_if_saved(directory: Path, recipe: Recipe, *, resume: bool) -> Iterator
     try:
         yield
     except (UserError, TrainingError, OSError) as error:
-        if not resume and not saved(directory) and experiment.is_run_directory(directory):
+        if not resume and not saved(directory) and rundir.is_run_directory(directory):
             shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, Diverged):
             raise Diverged(f"{recipe.label}: {error}") from None
@@ -252,9 +251,9 @@ def prepare(recipe: Recipe, *, resume: bool) -> Parts:
     """Whatever can be done, and go wrong, before the first process is started. What goes on is as
     rehearsed no more.
     """
-    experiment.check_reachable(recipe)
+    assemble.check_reachable(recipe)
     task = None if isinstance(recipe.task, NoTask) else make_task(recipe.task)
-    steps = experiment.planned_steps(recipe, task.tokens_per_step if task else None)
+    steps = assemble.planned_steps(recipe, task.tokens_per_step if task else None)
     workers, seed = recipe.topology.workers, recipe.run.seed
     run = Run(steps, recipe.replicas, seed)
     replica = None if task is None else Replica(task, run, device())
@@ -262,14 +261,14 @@ def prepare(recipe: Recipe, *, resume: bool) -> Parts:
     recipe = replace(recipe, profile=profile)
     marks = [] if resume else rehearse(recipe, profile, steps)
     theta = replica.layout.read(replica.module) if replica else torch.empty(0)
-    pipeline, layouts = experiment.pipeline_of(recipe), [replica.layout] if replica else []
+    pipeline, layouts = assemble.pipeline_of(recipe), [replica.layout] if replica else []
     if task and pipeline:
         check_micro_batches(task, shards(recipe)[workers[0].id], pipeline.micro_batches)
         layouts = [Layout.of(part) for part in cut(task.seeded_model(seed), pipeline.stages)]
         pipeline = replace(pipeline, parameters=tuple(layout.parameters for layout in layouts))
     return Parts(
         recipe,
-        experiment.build_actors(recipe, pipeline, theta, layouts),
+        assemble.build_actors(recipe, pipeline, theta, layouts),
         run,
         marks,
         task,
@@ -298,7 +297,7 @@ def shards(recipe: Recipe) -> dict[NodeId, Shard]:
     """Each worker's data; all stages of a replica have those of the first one."""
     workers, pipeline = (
         [worker.id for worker in recipe.topology.workers],
-        experiment.pipeline_of(recipe),
+        assemble.pipeline_of(recipe),
     )
     readers = pipeline.nodes[0] if pipeline else workers
     data = shards_of([reader.region for reader in readers], recipe.run.seed)
@@ -480,6 +479,6 @@ def _leave(
         clock="measured",
         processes=len(recipe.topology.workers) * recipe.live.processes,
     )
-    return experiment.leave(
+    return rundir.leave(
         directory, recipe, ended, stopped, time.perf_counter() - wall_s + watch.spent_s
     )

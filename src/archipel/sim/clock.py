@@ -29,12 +29,12 @@ from archipel.sim import stages
 from archipel.sim.collectives import Collectives
 from archipel.sim.engine import Engine, Setting, State
 from archipel.sim.events import Deliver, Drain, Event, Finish, Notice, PassEnd, Save, Tally
-from archipel.sim.faults import Faults
 from archipel.sim.links import Links, under_way
 from archipel.sim.messages import depart
 from archipel.sim.network import Network
 from archipel.sim.outages import Outages, peers_of
 from archipel.sim.passes import Activations
+from archipel.sim.schedule import Faults
 from archipel.sim.teams import Teams
 from archipel.sim.topology import Profile
 from archipel.sim.trouble import begin_anew, go_wrong, saved
