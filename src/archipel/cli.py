@@ -53,7 +53,7 @@ from archipel.train.task import CONFIGS
 from archipel.yamlfile import dump
 
 if TYPE_CHECKING:  # it imports Ray, which takes a second
-    from archipel.live.watch import Now
+    from archipel.live.health import Now
 
 app = typer.Typer(
     help="Train one model over slow links: compare methods on a modelled network, then run one for "

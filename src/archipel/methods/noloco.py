@@ -275,7 +275,9 @@ def groups(workers: Group, size: int, seed: int, outer_step: int) -> dict[NodeId
 def build(config: Config, world: World, theta: Vector) -> list[Worker]:
     """One actor a worker."""
     steps = world.inner_steps(config.inner_steps, dynamic=config.dynamic_steps)
-    workers = tuple(steps)  # one object for all: of 10,000 workers each would else hold 10,000 names
+    workers = tuple(
+        steps
+    )  # one object for all: of 10,000 workers each would else hold 10,000 names
     return [
         Worker(
             me=me,
