@@ -355,22 +355,52 @@ def save(
     recipe: str,
     every: Every | None = None,
 ) -> Path:
-    """Save `state` as it is after `event` events of the run of `recipe`; older checkpoints but one
-    go. Its directory.
+    """Encode `state` as it is after `event` events of the run of `recipe`, and write it; where.
+
+    Raises:
+        UserError, TrainingError: see `encode` and `write`.
+    """
+    return write(folder, event, encode(state, surroundings), recipe, every)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A state as the bytes of its files, which nothing changes any more."""
+
+    document: bytes
+    tensors: bytes
+
+
+def encode(state: Any, surroundings: Surroundings) -> Encoded:
+    """`state` as bytes.
+
+    Raises:
+        UserError: the state contains something that a checkpoint cannot hold.
+    """
+    encoder = Encoder(surroundings)
+    document = {"state": encoder.encode(state, "state"), "classes": encoder.classes}
+    text = json.dumps(document, allow_nan=False, separators=(",", ":"))
+    return Encoded(text.encode(), safetensors.torch.save(encoder.tensors))
+
+
+def write(
+    folder: Path, event: int, encoded: Encoded, recipe: str, every: Every | None = None
+) -> Path:
+    """Write a checkpoint of the run of `recipe` after `event` events; older ones but one go. Its
+    directory.
 
     `every` is noted, so that the run is saved as often when it goes on.
 
     It appears whole or not at all: written under another name, flushed, renamed.
 
     Raises:
-        UserError: the state contains something that a checkpoint cannot hold.
         TrainingError: it cannot be written. The checkpoints that were there are still there.
     """
     directory = folder / f"event-{event:012}"
     try:
         verify(directory, recipe)
     except Refused:
-        _write(directory, event, *_files(state, surroundings), recipe, every)
+        _write(directory, event, encoded.document, encoded.tensors, recipe, every)
     numbers = {path: int(path.name.removeprefix("event-")) for path in checkpoints(folder)}
     # Those of later events have been refused: this run came by again.
     kept = [path for path, number in numbers.items() if number <= event][-KEPT:]
@@ -458,14 +488,6 @@ def verify(directory: Path, recipe: str) -> dict[str, bytes]:
         if _sha256(content) != sha256:
             raise Refused(f"{directory / name} has been altered: its SHA-256 is not the manifest's")
     return contents
-
-
-def _files(state: Any, surroundings: Surroundings) -> tuple[bytes, bytes]:
-    encoder = Encoder(surroundings)
-    document = {"state": encoder.encode(state, "state"), "classes": encoder.classes}
-    return json.dumps(
-        document, allow_nan=False, separators=(",", ":")
-    ).encode(), safetensors.torch.save(encoder.tensors)
 
 
 def _write(

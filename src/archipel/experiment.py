@@ -34,7 +34,7 @@ from archipel.sim import simulate as engine
 
 if TYPE_CHECKING:  # the live engine imports Ray, which takes a second
     from archipel.checkpoint import Every
-    from archipel.live.watch import Now
+    from archipel.live.health import Now
     from archipel.train.pool import Pool
 
 DEFAULT_METHODS = "sync_sgd,diloco,diloco+dynamic_steps,async_local_sgd,noloco,halos"

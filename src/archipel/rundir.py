@@ -282,6 +282,8 @@ class Ended:
         real, modelled: what took place, and what formulas stand for.
         clock: the engine's, `modelled` or `measured`.
         processes: that took inner steps.
+        taken_home_bytes: of the model's parts on their way to the command, which are in no other
+            total; None where nothing travels.
     """
 
     time_s: float
@@ -299,6 +301,7 @@ class Ended:
     modelled: str
     clock: Literal["modelled", "measured"]
     processes: int
+    taken_home_bytes: int | None = None
 
 
 def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
@@ -323,6 +326,7 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "messages": recorder.messages,
         "sent_bytes": round(recorder.sent_bytes),
         "slow_link_bytes": round(recorder.slow_link_bytes),
+        "taken_home_bytes": ended.taken_home_bytes,
         "idle_fraction": recorder.idle_fraction(workers, ended.time_s),
         "final_loss": losses[-1] if losses else None,
         "best_loss": min(losses) if losses else None,

@@ -20,7 +20,7 @@ from archipel import experiment, report
 from archipel.errors import Diverged, Interrupted
 
 if TYPE_CHECKING:  # it imports Ray, which takes a second
-    from archipel.live.watch import Now
+    from archipel.live.health import Now
 
 _out = Console()
 _log = Console(stderr=True)
