@@ -39,7 +39,7 @@ from archipel.sim.faults import (
 )
 from archipel.sim.network import Network
 from archipel.sim.topology import Profile, Topology
-from archipel.train.pool import Done, NoTraining
+from archipel.train.trainer import Done, NoTraining
 
 ALL = methods.names()
 A, B = "a/w0", "b/w0"

@@ -41,7 +41,8 @@ from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.screening import ScreeningConfig
 from archipel.train.data import Shard
-from archipel.train.replica import Replica, Run, Solo
+from archipel.train.inner_steps import Solo
+from archipel.train.replica import Replica, Run
 from archipel.train.task import NoTask, TaskConfig, make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")

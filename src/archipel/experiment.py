@@ -43,11 +43,12 @@ from archipel.sim.faults import make_faults
 from archipel.sim.network import Network
 from archipel.sim.topology import Profile
 from archipel.theory import moments
-from archipel.train.data import shards_of
-from archipel.train.pipeline import Pipeline, boundary_bytes, split
-from archipel.train.pool import NoTraining, Pool, Trainer
+from archipel.train.cut import boundary_bytes, cut_of
+from archipel.train.pipeline import Pipeline, split
+from archipel.train.pool import Pool
 from archipel.train.replica import Run
 from archipel.train.task import NoTask, Task
+from archipel.train.trainer import NoTraining, Trainer
 from archipel.vector import Layout
 
 Progress = Callable[[int, int, float], None]
@@ -113,12 +114,14 @@ def measure_profile(pool: Pool | None) -> Profile:
     if pool is None:
         raise UserError("profile = 'measured': task none trains nothing that could be measured")
     pool.begin(Run(1, len(pool.rank), 0))
-    modules = [replica.module for replica in pool.stages]
+    pipeline = pool.pipeline
     return Profile(
         name="measured",
         model_bytes=4 * pool.replica.layout.numel,
         step_time_s=pool.measure_step_time_s(),
-        activation_bytes=boundary_bytes(pool.task, modules, shards_of([""], 0)[0]),
+        activation_bytes=boundary_bytes(pool.task, pipeline.stages, pipeline.micro_batches)
+        if pipeline
+        else 0,
     )
 
 
@@ -331,7 +334,7 @@ def make_simulator(
         pool.begin(Run(steps, recipe.replicas, seed))
         layouts = [replica.layout for replica in pool.stages]
         theta, parameters = (
-            pool.replica.layout.read(pool.replica.module),
+            pool.replica.first.clone(),
             pool.replica.layout.parameters,
         )
     else:
@@ -342,6 +345,7 @@ def make_simulator(
             pipeline,
             numels=tuple(layout.numel for layout in layouts),
             parameters=tuple(layout.parameters for layout in layouts),
+            work=cut_of(pool.task, pipeline.stages, pipeline.micro_batches).work,
             clips=pool.task.gradient_clip is not None,
         )
     trainer: Trainer = pool or NoTraining()
@@ -630,12 +634,15 @@ def leave(
         recorder.write_trace(path, ended.nodes, ended.time_s)
     if ended.layout is not None:
         weights = {
-            name: tensor.clone()
-            for name, tensor in ended.layout.named(outer.mean(ended.parts)).items()
+            # One memory for each name, as the format wants it; a tied tensor has several names.
+            name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in ended.layout.state_dict(
+                outer.mean(ended.parts), ended.integers
+            ).items()
         }
         with _replacing(directory / "weights.safetensors") as path:
             try:
-                save_file({**weights, **ended.integers}, path)
+                save_file(weights, path)
             except SafetensorError as error:
                 raise OSError(
                     errno.EIO, str(error), str(directory / "weights.safetensors")

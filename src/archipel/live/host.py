@@ -60,12 +60,13 @@ from archipel.checkpoint import Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.all_reduce import AllReduceMessage, AllReduces
 from archipel.live.mail import Envelope, Inbox, contents
+from archipel.pyfile import place_of
 from archipel.run.metrics import Recorder, Training
 from archipel.run.screening import Screen, ScreeningConfig, vectors_of
 from archipel.train.data import Shard
+from archipel.train.inner_steps import InnerSteps, NoSteps, Solo
 from archipel.train.pipeline import Pipeline
-from archipel.train.pool import place_of
-from archipel.train.replica import NonFiniteLoss, Replica, Run, Solo
+from archipel.train.replica import NonFiniteLoss, Replica, Run
 from archipel.train.sharded import Leader, ShardedReplica
 from archipel.train.stage import Stage
 from archipel.train.task import NoTask, TaskConfig, make_task
@@ -266,32 +267,6 @@ class News:
 
 Item = Arrival | Answer | News | Message
 """What a host takes in, one at a time."""
-
-
-class NoSteps:
-    """Inner steps where nothing is trained."""
-
-    def train(
-        self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]
-    ) -> list[float]:
-        for _ in range(steps):
-            after_step()
-        return []
-
-    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
-        return [0.0]
-
-    def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
-        return []
-
-    def integers(self) -> dict[str, Tensor]:
-        return {}
-
-
-InnerSteps = NoSteps | Solo | Stage | Leader
-"""Who takes a worker's inner steps: nobody, this process alone, this process as one stage, or as
-the first of several.
-"""
 
 
 def device() -> torch.device:
@@ -536,27 +511,21 @@ class Host:
         self._compute(job, progress)
 
     def gradient(self, theta: Vector, progress: int) -> None:
-        theta, batch, inner = theta.clone(), self.batch, self.inner
+        theta, batch = theta.clone(), self.batch
         self.batch += 1
-        if isinstance(inner, Stage):
-            raise UserError(
-                "pipeline: this method asks for single gradients, which a model in stages does not "
-                "give"
-            )
 
         def job(after_step: Callable[[], None]) -> Message:
-            [loss] = inner.differentiate(theta, batch)
+            [loss] = self.inner.gradient(theta, batch)
             after_step()
             return Gradient(theta, loss)
 
         self._compute(job, progress)
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
-        theta, gradient, inner = theta.clone(), gradient.clone(), self.inner
-        assert not isinstance(inner, Stage)  # which gave no gradient
+        theta, gradient = theta.clone(), gradient.clone()
 
         def job(after_step: Callable[[], None]) -> Message:
-            inner.apply(theta, gradient, progress)
+            self.inner.apply(theta, gradient, progress)
             return Trained(theta, 1, ())
 
         self._compute(job, progress)
@@ -710,8 +679,7 @@ class Host:
             case Gradient(loss=loss) if self.setup.trains:
                 self._note_loss(answer, 1, loss)
         self.integers = self.inner.integers()
-        if isinstance(self.inner, Stage):
-            self.recorder.counts(*self.inner.take_counts())
+        self.recorder.counts(*self.inner.take_counts())
 
     def _note_loss(self, answer: Answer, steps: int, loss: float) -> None:
         self.loss = loss
@@ -728,12 +696,11 @@ class Host:
     def _save(self) -> None:
         saves = self.setup.saves
         assert saves is not None
-        inner = self.inner.state if isinstance(self.inner, Solo) else []
         state = {
             "actor": self.actor,
             "rng": self.rng,
             "batch": self.batch,
-            "inner": inner,
+            "inner": list(self.inner.state),
             "screen": self.screen,
             "recorder": self.recorder,
             "events": self.events,
@@ -770,7 +737,7 @@ class Host:
             state["recorder"],
             state["events"],
         )
-        if isinstance(self.inner, Solo) and setup.begins != "reset":
+        if setup.begins != "reset":
             for mine, saved in zip(self.inner.state, state["inner"], strict=True):
                 mine.copy_(saved)
             self.integers = self.inner.integers()

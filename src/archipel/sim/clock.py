@@ -53,7 +53,7 @@ from archipel.sim.faults import Cut, Fail, Faults, Mend, Notice, Return, Save, S
 from archipel.sim.network import FairLink, Network
 from archipel.sim.topology import Profile
 from archipel.train.pipeline import Pipeline, join, norm_end_s, step_end_s
-from archipel.train.pool import Promise, Trainer
+from archipel.train.trainer import Promise, Trainer
 
 NOT_FINITE = 3
 """A worker whose loss is not finite so many times in a row, with no inner steps that it finishes in
@@ -592,7 +592,7 @@ class Simulator:
         for node, other, answer, node_end_s in zip(
             nodes, calls, promises, end_s.flatten().tolist(), strict=True
         ):
-            busy_s = steps * self.step_time_s[node] / pipeline.stages
+            busy_s = steps * self.step_time_s[node] * pipeline.work_of(node)
             self.recorder.computes(node, self.now, node_end_s, busy_s)
             self.push(node_end_s, Finish(node, answer, steps, other.progress))
 
@@ -603,9 +603,12 @@ class Simulator:
         len(team)), and what they send.
         """
         nodes = [[stage[q] for q in team] for stage in pipeline.nodes]
-        parts = 3 * pipeline.micro_batches * pipeline.stages
+        parts = 3 * pipeline.micro_batches
         forward_s = np.array(
-            [[self.step_time_s[node] / parts for node in stage] for stage in nodes]
+            [
+                [self.step_time_s[node] * pipeline.work_of(node) / parts for node in stage]
+                for stage in nodes
+            ]
         )
         size_bytes, tally = self.profile.activation_bytes / pipeline.micro_batches, Tally()
 
