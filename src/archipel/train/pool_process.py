@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,7 +28,7 @@ from archipel.train.pipeline import Pipeline
 from archipel.train.replica import NonFiniteLoss, Replica, Run
 from archipel.train.shared_memory import shared_tensors
 from archipel.train.stages import Stages
-from archipel.train.task import TaskConfig, make_task
+from archipel.train.task import Task, TaskConfig, make_task
 from archipel.train.trial import try_out
 
 
@@ -99,10 +100,12 @@ def serve(connection: Connection, descriptor: int) -> None:
     of a run.
     """
     torch.set_num_threads(1)
+    task_of = cache(make_task)  # one for all runs: what has been found out about it holds
     while True:
         match connection.recv():
             case Setup() as setup:
-                process = Computer(setup, shared_tensors(descriptor, setup.specs, create=False))
+                memory = shared_tensors(descriptor, setup.specs, create=False)
+                process = Computer(setup, task_of(setup.task), memory)
             case what, arguments:
                 answer: tuple[Any, tuple[str, str] | None]
                 try:
@@ -118,8 +121,8 @@ def serve(connection: Connection, descriptor: int) -> None:
 class Computer:
     """What a pool process has for one run: the replicas, and the memory that it shares."""
 
-    def __init__(self, setup: Setup, tensors: list[Tensor]) -> None:
-        task, device = make_task(setup.task), torch.device(setup.device)
+    def __init__(self, setup: Setup, task: Task, tensors: list[Tensor]) -> None:
+        device = torch.device(setup.device)
         self.shards = setup.shards
         self.replica = Replica(task, setup.run, device)
         self.stages = Stages(task, setup.run, device, setup.pipeline) if setup.pipeline else None
