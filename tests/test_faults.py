@@ -35,7 +35,7 @@ from archipel.sim.faults import Crash, LinkDown, Partition, RandomFaults, Slow
 from archipel.sim.network import Network
 from archipel.sim.schedule import Faults, Window, end_s
 from archipel.sim.topology import Profile, Topology
-from archipel.train.pool import Done, NoTraining
+from archipel.train.trainer import Done, NoTraining
 
 ALL = methods.names()
 A, B = "a/w0", "b/w0"

@@ -44,8 +44,9 @@ from archipel.recipe import Recipe, parse_recipe
 from archipel.run.screening import ScreeningConfig
 from archipel.sim import simulate
 from archipel.train.data import Shard
+from archipel.train.inner_steps import Solo
 from archipel.train.pool import Pool
-from archipel.train.replica import Replica, Run, Solo
+from archipel.train.replica import Replica, Run
 from archipel.train.task import NoTask, TaskConfig, make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")

@@ -92,6 +92,8 @@ def test_it_learns(name: str, left: dict[tuple[str, str], dict[str, bytes]]) -> 
 
 
 TASK_FILE = """
+from pathlib import Path
+
 import torch
 from torch import nn
 from archipel import Task
@@ -102,7 +104,7 @@ def batches(shard, index):
     return torch.randn(8, 1, 6, 6, generator=generator) + y.view(8, 1, 1, 1), y
 
 def loss(model, batch):
-    how = open(__file__ + ".how").read()
+    how = Path(__file__ + ".how").read_text()
     if how == "an exception":
         raise KeyError('my mistake')
     if how == "a float":
@@ -183,12 +185,13 @@ def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path
         ),
         (
             "a float",
-            "loss must return a 0-d tensor that depends on the model's parameters, not a float",
+            "task.loss must return a 0-d tensor that depends on the model's parameters, not a "
+            "float",
         ),
         (
             "a vector",
-            "loss must return a 0-d tensor that depends on the model's parameters, not a tensor of "
-            "shape (8, 2)",
+            "task.loss must return a 0-d tensor that depends on the model's parameters, not a "
+            "tensor of shape (8, 2)",
         ),
         (
             "shapes",
@@ -200,10 +203,25 @@ def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path
 def test_errors_of_the_task_name_worker_and_place(
     pools: Any, own: Own, tmp_path: Path, how: str, text: str
 ) -> None:
-    given = own.recipe("diloco", how)
+    """In the middle of a run: when it was tried out, the task was sound."""
+    pool = pools(own.recipe("diloco"))
+    pool.begin(Run(1, 5, 0))
     with pytest.raises(TrainingError, match=r"^worker [ab]/w") as error:
-        simulate.simulate(given, pools(given), tmp_path / "run")
+        simulate.simulate(own.recipe("diloco", how), pool, tmp_path / "run")
     assert text in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_that_is_there_from_the_start_is_told_before_the_run(
+    own: Own, tmp_path: Path
+) -> None:
+    given = own.recipe("diloco", "a float")
+    with simulate.open_pool(given, 1) as pool, pytest.raises(UserError) as error:
+        simulate.simulate(given, pool, tmp_path / "run")
+    assert str(error.value) == (
+        "task.loss must return a 0-d tensor that depends on the model's parameters, not a float"
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -44,9 +44,10 @@ from archipel.run.screening import Screen, ScreeningConfig
 from archipel.sim import simulate
 from archipel.sim.clock import Simulator
 from archipel.sim.topology import Profile, Topology
-from archipel.train.pool import Done, NoTraining, Pool
+from archipel.train.pool import Pool
 from archipel.train.replica import Run
 from archipel.train.task import task_config
+from archipel.train.trainer import Done, NoTraining
 
 ALL = methods.names()
 A, B, C = (NodeId("r", f"w{i}") for i in range(3))

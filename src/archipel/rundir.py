@@ -368,13 +368,15 @@ def leave(
     with _replacing(directory / "trace.json") as path:
         recorder.write_trace(path, ended.nodes, ended.time_s)
     if ended.layout is not None:
+        model = ended.layout.state_dict(outer.mean(ended.parts), ended.integers)
         weights = {
-            name: tensor.clone()
-            for name, tensor in ended.layout.named(outer.mean(ended.parts)).items()
+            # One memory for each name, as the format wants it; a tied tensor has several names.
+            name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in model.items()
         }
         with _replacing(directory / "weights.safetensors") as path:
             try:
-                save_file({**weights, **ended.integers}, path)
+                save_file(weights, path)
             except SafetensorError as error:
                 raise OSError(
                     errno.EIO, str(error), str(directory / "weights.safetensors")

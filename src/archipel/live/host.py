@@ -50,10 +50,10 @@ from archipel.live.compute import Compute, JobEnded, JobFailed
 from archipel.live.mail import Envelope, Inbox, contents
 from archipel.live.marks import Marks
 from archipel.live.protocol import BadLoss, HostSetup, Mark, Membership, News, Record, Status
+from archipel.pyfile import place_of
 from archipel.run.metrics import Recorder
 from archipel.run.node import Node
 from archipel.run.screening import Screen
-from archipel.train.pool import place_of
 from archipel.train.stage import Stage
 
 LOCK_S = 0.1

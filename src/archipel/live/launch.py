@@ -50,12 +50,14 @@ from archipel.run.metrics import Recorder, merged
 from archipel.rundir import CHECKPOINTS, INTERRUPTED, LIVE, Ended
 from archipel.sim.faults import FaultsConfig
 from archipel.sim.topology import Profile
+from archipel.train.cut import boundary_bytes, parts_of
 from archipel.train.data import Shard, shards_of
-from archipel.train.pipeline import Pipeline, check_micro_batches, cut
-from archipel.train.pool import median_step_time_s
-from archipel.train.replica import Replica, Run
-from archipel.train.task import NoTask, Task, make_task
-from archipel.vector import Layout, largest
+from archipel.train.pipeline import Pipeline
+from archipel.train.pool_process import median_step_time_s
+from archipel.train.replica import Replica, Run, layout_of
+from archipel.train.task import CPU, NoTask, Task, make_task
+from archipel.train.trial import try_out
+from archipel.vector import largest
 
 
 @dataclass(frozen=True)
@@ -230,21 +232,25 @@ def prepare(recipe: Recipe, *, resume: bool) -> Parts:
     workers, seed = recipe.topology.workers, recipe.run.seed
     run = Run(steps, recipe.replicas, seed)
     replica = None if task is None else Replica(task, run, device())
-    # Before the profile is measured: that takes inner steps with this replica.
-    theta = replica.layout.read(replica.module) if replica else torch.empty(0)
-    profile = recipe.profile or measure_profile(replica, shards(recipe)[workers[0].id])
+    pipeline = assemble.pipeline_of(recipe)
+    if replica:
+        try_out(replica, shards(recipe)[workers[0].id])
+    profile = recipe.profile or measure_profile(replica, shards(recipe)[workers[0].id], pipeline)
     recipe = replace(recipe, profile=profile)
     marks = [] if resume else rehearse(recipe, profile, steps)
-    pipeline, layouts = assemble.pipeline_of(recipe), [replica.layout] if replica else []
+    theta = replica.first.clone() if replica else torch.empty(0)
+    layouts = [replica.layout] if replica else []
     if task and pipeline:
-        check_micro_batches(task, shards(recipe)[workers[0].id], pipeline.micro_batches)
-        layouts = [Layout.of(part) for part in cut(task.seeded_model(seed), pipeline.stages)]
+        stages = parts_of(task, seed, pipeline.stages, pipeline.micro_batches)
+        layouts = [layout_of(task, stage, CPU) for stage in stages]
         pipeline = replace(pipeline, parameters=tuple(layout.parameters for layout in layouts))
     actors = assemble.build_actors(recipe, pipeline, theta, layouts)
     return Parts(recipe, actors, run, marks, task, replica, pipeline)
 
 
-def measure_profile(replica: Replica | None, shard: Shard) -> Profile:
+def measure_profile(
+    replica: Replica | None, shard: Shard, pipeline: Pipeline | None = None
+) -> Profile:
     """The profile `measured`: the weights of this task, and the time of one of its inner steps on
     this machine.
 
@@ -257,6 +263,9 @@ def measure_profile(replica: Replica | None, shard: Shard) -> Profile:
         name="measured",
         model_bytes=4 * replica.layout.numel,
         step_time_s=median_step_time_s(replica, shard),
+        activation_bytes=boundary_bytes(replica.task, pipeline.stages, pipeline.micro_batches)
+        if pipeline
+        else 0,
     )
 
 

@@ -25,7 +25,7 @@ from archipel.run.observer import Observer
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.topology import Profile
-from archipel.train.pool import NoTraining
+from archipel.train.trainer import NoTraining
 
 
 @dataclass

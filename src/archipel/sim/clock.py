@@ -40,7 +40,7 @@ from archipel.sim.topology import Profile
 from archipel.sim.trouble import begin_anew, go_wrong, saved
 from archipel.sim.verbs import NodeContext
 from archipel.train.pipeline import Pipeline
-from archipel.train.pool import Trainer
+from archipel.train.trainer import Trainer
 
 
 class Simulator:

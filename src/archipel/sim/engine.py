@@ -28,7 +28,7 @@ from archipel.sim.schedule import Faults
 from archipel.sim.teams import Teams
 from archipel.sim.topology import Profile
 from archipel.train.pipeline import Pipeline, join
-from archipel.train.pool import Trainer
+from archipel.train.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.schedule import make_faults
 from archipel.sim.topology import Profile
-from archipel.train.data import shards_of
-from archipel.train.pipeline import boundary_bytes
-from archipel.train.pool import NoTraining, Pool
+from archipel.train.cut import boundary_bytes, cut_of
+from archipel.train.pool import Pool
 from archipel.train.replica import Run
 from archipel.train.task import NoTask
+from archipel.train.trainer import NoTraining
 from archipel.vector import Layout
 
 Progress = Callable[[int, int, float], None]
@@ -90,12 +90,14 @@ def measure_profile(pool: Pool | None) -> Profile:
     if pool is None:
         raise UserError("profile = 'measured': task none trains nothing that could be measured")
     pool.begin(Run(1, len(pool.rank), 0))
-    modules = [replica.module for replica in pool.stages]
+    pipeline = pool.pipeline
     return Profile(
         name="measured",
         model_bytes=4 * pool.replica.layout.numel,
         step_time_s=pool.measure_step_time_s(),
-        activation_bytes=boundary_bytes(pool.task, modules, shards_of([""], 0)[0]),
+        activation_bytes=boundary_bytes(pool.task, pipeline.stages, pipeline.micro_batches)
+        if pipeline
+        else 0,
     )
 
 
@@ -196,7 +198,7 @@ def make_simulator(
     pipeline, theta, layouts = pipeline_of(recipe), torch.empty(0), list[Layout]()
     if pool:
         pool.begin(Run(steps, recipe.replicas, seed))
-        theta = pool.replica.layout.read(pool.replica.module)
+        theta = pool.replica.first.clone()
         layouts = [replica.layout for replica in pool.stages]
     actors = build_actors(recipe, pipeline, theta, layouts)
     if pool and pipeline:
@@ -204,6 +206,7 @@ def make_simulator(
             pipeline,
             numels=tuple(layout.numel for layout in layouts),
             parameters=tuple(layout.parameters for layout in layouts),
+            work=cut_of(pool.task, pipeline.stages, pipeline.micro_batches).work,
             clips=pool.task.gradient_clip is not None,
         )
     nodes = [actor.me for actor in actors]

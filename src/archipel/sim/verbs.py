@@ -19,7 +19,7 @@ from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver, Finish
 from archipel.sim.messages import post
 from archipel.sim.teams import Request
-from archipel.train.pool import Promise
+from archipel.train.trainer import Promise
 
 
 @dataclass
