@@ -56,7 +56,7 @@ from archipel.actor import (
     Update,
     Vector,
 )
-from archipel.checkpoint import Surroundings
+from archipel.encoding import Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.all_reduce import AllReduceMessage, AllReduces
 from archipel.live.mail import Envelope, Inbox, contents

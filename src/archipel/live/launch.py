@@ -34,7 +34,8 @@ import torch
 
 from archipel import assemble, checkpoint, rundir
 from archipel.actor import Actor, NodeId, Vector
-from archipel.checkpoint import Every, Surroundings
+from archipel.checkpoint import Every
+from archipel.encoding import Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.cluster import check_protected, machines, place, session
 from archipel.live.host import Meeting, Saves, Setup, device

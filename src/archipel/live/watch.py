@@ -24,7 +24,8 @@ import torch
 
 from archipel import checkpoint, outer
 from archipel.actor import NodeId, Vector
-from archipel.checkpoint import Every, Surroundings
+from archipel.checkpoint import Every
+from archipel.encoding import Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.cluster import Machine, listed, machines, place
 from archipel.live.host import Beginning, Meeting, News, NotFinite, Record, Setup, Snapshot, Status
