@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 
 from archipel import checkpoint, cli, methods, outer, rundir
 from archipel.actor import NodeId, Start
-from archipel.checkpoint import Decoder, Encoder, Every, Surroundings, parse_every
+from archipel.checkpoint import Every, parse_every
+from archipel.encoding import Decoder, Encoder, Surroundings, class_of
 from archipel.errors import TrainingError, UserError
 from archipel.methods import halos
 from archipel.recipe import Recipe, parse_recipe
@@ -209,7 +210,7 @@ def test_what_a_checkpoint_cannot_hold_is_named(value: object, name: str) -> Non
     ],
 )
 def test_no_other_class_is_ever_made(name: str) -> None:
-    assert checkpoint.class_of(name, [HERE]) is None
+    assert class_of(name, [HERE]) is None
     with pytest.raises(TypeError, match=f"^there is no '{name}' that may be made$"):
         Decoder(Surroundings({}, [HERE]), {}, {name: []})
 

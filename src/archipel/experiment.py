@@ -15,19 +15,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipel import methods, report, rundir
+from archipel import report, rundir
 from archipel.assemble import check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
-from archipel.errors import Diverged, Interrupted, TrainingError, UserError, nearest
+from archipel.errors import Diverged, Interrupted, TrainingError, UserError
 from archipel.pyfile import check_not_importing
 from archipel.recipe import (
     DEFAULT_PROFILE,
     DEFAULT_TOPOLOGY,
     Recipe,
     load_recipe,
-    parse_recipe,
-    section,
-    split_name,
+    recipes_of,
 )
 from archipel.report import Result
 from archipel.sim import simulate as engine
@@ -90,7 +88,7 @@ def compare(
     settings: Mapping[str, Any] | None = None,
     target_loss: float | None = None,
     processes: int | None = None,
-    checkpoint_every: str | None = None,
+    checkpoint_every: str | int | None = None,
     strict: bool = False,
     out: str | Path | None = None,
     progress: Progress = say_nothing,
@@ -110,7 +108,7 @@ def compare(
         target_loss: None: the loss that the worst of the runs ends at.
         processes: that compute gradients; None: one a core, or one a GPU. Results do not depend on
             it.
-        checkpoint_every: save each run after so many tokens ("1000000"), or seconds here ("600s").
+        checkpoint_every: save each run after so many tokens (1000000), or seconds here ("600s").
         strict: end a run at a training loss that is not finite, instead of restarting its worker.
         out: the folder for run directories and report; None: a new one, `runs/compare-DATE`.
         progress: is told how the runs go on.
@@ -139,7 +137,7 @@ def compare(
     for recipe in recipes:
         check_reachable(recipe)
         warn_of_divergence(recipe)
-    every = None if checkpoint_every is None else parse_every(checkpoint_every)
+    every = _every(checkpoint_every)
     out = rundir.dated("compare") if out is None else Path(out)
     results, diverged = simulate_all(recipes, out, processes, every=every, progress=progress)
     target = recipes[0].run.target_loss if target_loss is None else target_loss
@@ -151,7 +149,7 @@ def simulate(
     *,
     settings: Mapping[str, Any] | None = None,
     processes: int | None = None,
-    checkpoint_every: str | None = None,
+    checkpoint_every: str | int | None = None,
     strict: bool = False,
     out: str | Path | None = None,
     progress: Progress = say_nothing,
@@ -171,7 +169,7 @@ def simulate(
     loaded = loaded.strictly() if strict else loaded
     check_reachable(loaded)
     warn_of_divergence(loaded)
-    every = None if checkpoint_every is None else parse_every(checkpoint_every)
+    every = _every(checkpoint_every)
     out = rundir.dated("run") if out is None else Path(out)
     results, diverged = simulate_all([loaded], out, processes, every=every, progress=progress)
     if diverged:
@@ -186,7 +184,7 @@ def launch(
     address: str | None = None,
     insecure: bool = False,
     strict: bool = False,
-    checkpoint_every: str | None = None,
+    checkpoint_every: str | int | None = None,
     out: str | Path | None = None,
     progress: LiveProgress = say_nothing,
 ) -> Result:
@@ -209,7 +207,7 @@ def launch(
     loaded = loaded.strictly() if strict else loaded
     if checkpoint_every is None and loaded.pipeline.stages == 1:
         checkpoint_every = SAVE_LIVE_EVERY
-    every = None if checkpoint_every is None else parse_every(checkpoint_every)
+    every = _every(checkpoint_every)
     warn_of_divergence(loaded)
     out, name = rundir.dated("launch") if out is None else Path(out), rundir.name_of(loaded)
     with rundir.claimed(out, [name]):
@@ -221,7 +219,7 @@ def resume(
     directory: str | Path,
     *,
     processes: int | None = None,
-    checkpoint_every: str | None = None,
+    checkpoint_every: str | int | None = None,
     address: str | None = None,
     insecure: bool = False,
     progress: Progress = say_nothing,
@@ -248,7 +246,7 @@ def resume(
             f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose "
             "run has not ended, or of a live run its folder `checkpoint` is gone"
         )
-    every = None if checkpoint_every is None else parse_every(checkpoint_every)
+    every = _every(checkpoint_every)
     with rundir.alone_in(*found):
         recipes = {
             path: load_recipe(path / "recipe.yaml")
@@ -272,86 +270,6 @@ def resume(
 
 
 # Several recipes
-
-
-def recipes_of(
-    chosen: str | Iterable[str | Mapping[str, Any]],
-    common: Mapping[str, Any],
-    seeds: int,
-    settings: Mapping[str, Any],
-) -> list[Recipe]:
-    """One recipe for each method and seed.
-
-    Args:
-        chosen: the methods, see `compare`.
-        common: the sections that all recipes have.
-        settings: laid over them; a method's name or label is a section too.
-
-    Raises:
-        UserError: something in them is unknown or impossible.
-    """
-    if isinstance(chosen, str):
-        labelled = [_labelled(text) for text in chosen.split(",") if text.strip()]
-    else:
-        labelled = [_labelled(one) for one in chosen]
-    if not labelled:
-        raise UserError(f"--methods {chosen!r}: name at least one of {', '.join(methods.names())}")
-    labels = [label for label, _ in labelled]
-    if repeated := {label for label in labels if labels.count(label) > 1}:
-        raise UserError(f"--methods: {', '.join(sorted(repeated))} is named twice")
-    run = {key: value for key, value in common["run"].items() if value is not None}
-    sections: dict[str, Any] = {**common, "run": run}
-    for name, value in settings.items():
-        place, key = split_name(name, f"{name}={value}")
-        matching = [fields for label, fields in labelled if place in (label, fields["name"])]
-        for fields in matching:
-            fields[key] = value
-        if place in sections:
-            sections[place] = {**section(sections[place] or {}, place), key: value}
-        elif not matching:
-            names = (fields["name"] for _, fields in labelled)
-            known = [*dict.fromkeys([*labels, *names]), *sections]
-            raise UserError(
-                f"--set {name}={value}: {place!r} is none of "
-                f"{', '.join(known)}{nearest(place, known)}"
-            )
-    first = sections["run"].get("seed", 0)
-    return [
-        parse_recipe(
-            {
-                **sections,
-                "method": dict(fields),
-                "label": label,
-                # A seed that is no number is refused where the recipe is parsed.
-                "run": {**sections["run"], "seed": first + i if isinstance(first, int) else first},
-            }
-        )
-        for label, fields in labelled
-        for i in range(seeds)
-    ]
-
-
-def _labelled(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A method's label and fields, from `name`, `name+flag+flag` or a mapping."""
-    if isinstance(method, Mapping):
-        fields = dict(method)
-        if "name" not in fields:
-            raise UserError(f"method: `name` is required; methods: {', '.join(methods.names())}")
-        label = fields.pop("label", Path(str(fields["name"])).stem)
-        return str(label), {**fields, "name": str(fields["name"])}
-    name, *flags = method.strip().split("+")
-    known = [
-        key
-        for key, field in methods.load(name).Config.model_fields.items()
-        if field.annotation is bool
-    ]
-    for flag in flags:
-        if flag not in known:
-            raise UserError(
-                f"--methods {method.strip()}: {name} has no flag {flag!r}{nearest(flag, known)}; "
-                f"its flags: {', '.join(known) or 'none'}"
-            )
-    return "+".join([Path(name).stem, *flags]), {"name": name, **dict.fromkeys(flags, True)}
 
 
 def simulate_all(
@@ -465,6 +383,10 @@ def compared(
     results = report.distinguish(results)
     target = report.target_loss(results) if target_loss is None else target_loss
     return Comparison(results, target, report.write(results, out, target), list(diverged))
+
+
+def _every(checkpoint_every: str | int | None) -> Every | None:
+    return None if checkpoint_every is None else parse_every(str(checkpoint_every))
 
 
 def check_target(target_loss: float | None) -> None:

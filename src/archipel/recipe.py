@@ -53,15 +53,23 @@ DEFAULT_STEPS = 10_000
 class RunConfig(Strict):
     """When a run ends, and its seed. The first stop rule that holds ends it.
 
-    `steps` and `tokens` count what the model to take home has absorbed, of all workers together;
-    the learning rate is planned for them.
+    `steps` and `tokens` count what all workers together have trained; the learning rate is planned
+    for them.
     """
 
-    steps: int | None = Field(None, ge=1, description=f"inner steps; default: {DEFAULT_STEPS}")
-    tokens: int | None = Field(None, ge=1, description="instead of steps")
-    seconds: float | None = Field(None, gt=0, description="on the engine's clock")
-    target_loss: float | None = Field(None, description="validation loss")
-    seed: int = Field(0, ge=0)
+    steps: int | None = Field(
+        None, ge=1, description=f"inner steps of all workers together; default: {DEFAULT_STEPS}"
+    )
+    tokens: int | None = Field(
+        None, ge=1, description="tokens of all workers together, instead of steps"
+    )
+    seconds: float | None = Field(
+        None, gt=0, description="the run ends after so many seconds on its clock"
+    )
+    target_loss: float | None = Field(
+        None, description="the run ends when the validation loss is at or below this"
+    )
+    seed: int = Field(0, ge=0, description="of initial weights, data, peers and jitter")
     evaluations: int = Field(
         25, ge=1, description="how often the model is evaluated, at equal marks of inner steps"
     )
@@ -82,13 +90,16 @@ class PipelineConfig(Strict):
     """One replica of the model over several workers; see `pipeline.py`."""
 
     stages: int = Field(
-        1, ge=1, description="workers that hold one replica; they divide the number of workers"
+        1,
+        ge=1,
+        description="so many neighbouring workers hold one replica; divides their number",
     )
     micro_batches: int = Field(
-        4, ge=1, description="parts of a batch that follow each other through the stages"
+        4, ge=1, description="so many parts of each batch follow each other through the stages"
     )
     routing: Routing = Field(
-        "random", description="whose next stage gets a micro-batch; fixed: the same replica's"
+        "random",
+        description="a micro-batch goes on to a random replica's next stage; fixed: its own's",
     )
 
 
@@ -101,13 +112,20 @@ class LiveConfig(Strict):
         "worker's speed give it",
     )
     gpu_fraction: float = Field(
-        1.0, gt=0, le=1, description="part of a GPU that each process takes; 0.25: four share one"
+        1.0,
+        gt=0,
+        le=1,
+        description="part of a GPU that each process takes; with 0.25 four processes share one",
     )
     processes: int = Field(
-        1, ge=1, description="of each worker, which share one replica of the model by FSDP2"
+        1,
+        ge=1,
+        description="so many processes of each worker share one replica of the model, by FSDP2",
     )
     deadline_s: float = Field(
-        60.0, gt=0, description="longest time without a sign of life or of progress"
+        60.0,
+        gt=0,
+        description="a node without a sign of life or of progress for so long is taken for lost",
     )
     max_restarts: int = Field(
         3,
@@ -120,9 +138,14 @@ class LiveConfig(Strict):
 class Recipe:
     """A method, where it runs, what it trains, for how long, and what goes wrong.
 
-    `profile` None: measured when the run starts. `faults` None: nothing goes wrong, and no
-    invariants are checked. `bad_updates` None: refused live and not in the simulator; False: in
-    neither.
+    Attributes:
+        label: the name under which a report shows the run; its folder's name begins with it.
+        method: the method's name, or the path of its file.
+        config: the method's settings.
+        profile: None: it is measured when the run starts.
+        faults: None: nothing goes wrong on purpose, and no invariants are checked.
+        bad_updates: when an update is refused. None: by the default rule in a live run, and never
+            in a simulated one. False: never.
     """
 
     label: str
@@ -278,6 +301,86 @@ def load_recipe(
             )
         fields[place] = {**section(fields.get(place) or {}, place), key: value}
     return parse_recipe(fields)
+
+
+def recipes_of(
+    chosen: str | Iterable[str | Mapping[str, Any]],
+    common: Mapping[str, Any],
+    seeds: int,
+    settings: Mapping[str, Any],
+) -> list[Recipe]:
+    """One recipe for each method and seed.
+
+    Args:
+        chosen: the methods, see `experiment.compare`.
+        common: the sections that all recipes have.
+        settings: laid over them; a method's name or label is a section too.
+
+    Raises:
+        UserError: something in them is unknown or impossible.
+    """
+    if isinstance(chosen, str):
+        labelled = [_labelled(text) for text in chosen.split(",") if text.strip()]
+    else:
+        labelled = [_labelled(one) for one in chosen]
+    if not labelled:
+        raise UserError(f"--methods {chosen!r}: name at least one of {', '.join(methods.names())}")
+    labels = [label for label, _ in labelled]
+    if repeated := {label for label in labels if labels.count(label) > 1}:
+        raise UserError(f"--methods: {', '.join(sorted(repeated))} is named twice")
+    run = {key: value for key, value in common["run"].items() if value is not None}
+    sections: dict[str, Any] = {**common, "run": run}
+    for name, value in settings.items():
+        place, key = split_name(name, f"{name}={value}")
+        matching = [fields for label, fields in labelled if place in (label, fields["name"])]
+        for fields in matching:
+            fields[key] = value
+        if place in sections:
+            sections[place] = {**section(sections[place] or {}, place), key: value}
+        elif not matching:
+            names = (fields["name"] for _, fields in labelled)
+            known = [*dict.fromkeys([*labels, *names]), *sections]
+            raise UserError(
+                f"--set {name}={value}: {place!r} is none of "
+                f"{', '.join(known)}{nearest(place, known)}"
+            )
+    first = sections["run"].get("seed", 0)
+    return [
+        parse_recipe(
+            {
+                **sections,
+                "method": dict(fields),
+                "label": label,
+                # A seed that is no number is refused where the recipe is parsed.
+                "run": {**sections["run"], "seed": first + i if isinstance(first, int) else first},
+            }
+        )
+        for label, fields in labelled
+        for i in range(seeds)
+    ]
+
+
+def _labelled(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A method's label and fields, from `name`, `name+flag+flag` or a mapping."""
+    if isinstance(method, Mapping):
+        fields = dict(method)
+        if "name" not in fields:
+            raise UserError(f"method: `name` is required; methods: {', '.join(methods.names())}")
+        label = fields.pop("label", Path(str(fields["name"])).stem)
+        return str(label), {**fields, "name": str(fields["name"])}
+    name, *flags = method.strip().split("+")
+    known = [
+        key
+        for key, field in methods.load(name).Config.model_fields.items()
+        if field.annotation is bool
+    ]
+    for flag in flags:
+        if flag not in known:
+            raise UserError(
+                f"--methods {method.strip()}: {name} has no flag {flag!r}{nearest(flag, known)}; "
+                f"its flags: {', '.join(known) or 'none'}"
+            )
+    return "+".join([Path(name).stem, *flags]), {"name": name, **dict.fromkeys(flags, True)}
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Any]:

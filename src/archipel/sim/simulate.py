@@ -24,7 +24,8 @@ import torch
 
 from archipel import checkpoint, methods, rundir
 from archipel.assemble import build_actors, check_reachable, pipeline_of, planned_steps
-from archipel.checkpoint import Every, Surroundings
+from archipel.checkpoint import Every
+from archipel.encoding import Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import Recipe
 from archipel.run.census import Plan
