@@ -684,7 +684,7 @@ def test_stopped_with_one_process_and_unstopped_with_two(name: str, workshop: Wo
 
 # The command line
 
-TIMED = ("compare", "--task", "none", "--steps", 1000)
+TIMED = ("compare", "--task", "none", "--steps", 6000)
 
 
 @pytest.fixture

@@ -273,8 +273,10 @@ def test_neighbours_hold_neighbouring_stages() -> None:
     assert one.ranks([0, 2]) == [0, 4, 1, 5]
     assert one.team(NodeId("a", "w3")) == (0, 1, 2)
     assert pipe(2, 3, routing="fixed").team(NodeId("a", "w3")) == (1,)
-    assert len(list(one.neighbours())) == 9
-    assert len(list(pipe(2, 3, routing="fixed").neighbours())) == 3
+    before, after = one.nodes
+    assert list(one.neighbours()) == [(node, after) for node in before]
+    fixed = pipe(2, 3, routing="fixed")
+    assert list(fixed.neighbours()) == [(a, (b,)) for a, b in zip(*fixed.nodes, strict=True)]
 
 
 # The schedule

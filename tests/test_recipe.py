@@ -107,7 +107,7 @@ def test_only_the_method_is_required() -> None:
         (
             "halos",
             {
-                "inner_steps": 8,
+                "inner_steps": 32,
                 "dynamic_steps": True,
                 "accumulate": 32,
                 "merge_weight": 0.25,

@@ -86,7 +86,7 @@ def check_reachable(recipe: Recipe) -> None:
     """
     pipeline = pipeline_of(recipe)
     actors = build_actors(recipe, pipeline, torch.empty(0), ())
-    recipe.topology.check_reachable((actor.me, peer) for actor in actors for peer in actor.peers())
+    recipe.topology.check_reachable((actor.me, actor.peers()) for actor in actors)
     if pipeline:
         recipe.topology.check_reachable(pipeline.neighbours())
 

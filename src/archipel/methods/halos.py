@@ -25,8 +25,9 @@ blends it in like an answer. A local server that restarts begins a new report, s
 hold updates that it has reported already. A report that is refused is answered like any other: what
 was in it is in the local model alone.
 
-Defaults are those the authors chose by sweep on a 70M model; H = 8 is their script's, the paper's
-table has 32. The learning rates are 0.15 · 2 and 0.2 · 16: their scripts multiply by the buffer.
+Defaults are those that the authors chose by sweep on a 70M model, with the paper's H = 32; their
+example script has H = 8. The learning rates are 0.15 · 2 and 0.2 · 16: their scripts multiply by
+the buffer.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Config(MethodConfig):
     """HALoS' settings."""
 
     inner_steps: int = Field(
-        8, ge=1, description="H: inner steps of the fastest worker between two exchanges"
+        32, ge=1, description="H: inner steps of the fastest worker between two exchanges"
     )
     dynamic_steps: bool = Field(
         True, description="slower workers take fewer inner steps, so that all finish together"

@@ -128,14 +128,13 @@ class Pipeline:
             own[:, 1:] = np.random.default_rng((seed, 0x907E, step)).permuted(own[:, 1:], axis=2)
         return own
 
-    def neighbours(self) -> Iterator[tuple[NodeId, NodeId]]:
-        """Every pair of nodes that may exchange activations."""
+    def neighbours(self) -> Iterator[tuple[NodeId, tuple[NodeId, ...]]]:
+        """Each node but those of the last stage, and the nodes of the next stage that it may
+        exchange activations with.
+        """
         for before, after in itertools.pairwise(self.nodes):
             for q, node in enumerate(before):
-                yield from (
-                    (node, other)
-                    for other in (after if self.routing == "random" else after[q : q + 1])
-                )
+                yield node, after if self.routing == "random" else after[q : q + 1]
 
 
 # Its vectors
