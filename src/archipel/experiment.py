@@ -480,7 +480,9 @@ class Ended:
 
     Attributes:
         time_s: on the engine's clock.
-        inner_steps, outer_steps, local_updates: see `actor.Actor`.
+        inner_steps: that have been trained; see `actor.Actor`.
+        absorbed_steps: those of them that are in the model to take home.
+        outer_steps, local_updates: see `actor.Actor`.
         parts: those whose mean is the model to take home.
         nodes: all of them.
         recorder: what happened.
@@ -493,6 +495,7 @@ class Ended:
 
     time_s: float
     inner_steps: int
+    absorbed_steps: int
     outer_steps: int
     local_updates: int
     parts: Sequence[Vector]
@@ -513,6 +516,7 @@ def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
     return Ended(
         time_s=simulator.now,
         inner_steps=simulator.inner_steps,
+        absorbed_steps=simulator.absorbed_steps,
         outer_steps=simulator.holders()[0].outer_steps,
         local_updates=sum(actor.local_updates for actor in simulator.actors.values()),
         parts=simulator.parts(),
@@ -547,6 +551,10 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "time_s": ended.time_s,
         "inner_steps": ended.inner_steps,
         "tokens": task and ended.inner_steps * task.tokens_per_step,
+        "absorbed_steps": ended.absorbed_steps,
+        "unreported_fraction": 1 - ended.absorbed_steps / ended.inner_steps
+        if ended.inner_steps
+        else None,
         "outer_steps": ended.outer_steps or None,
         "local_updates": ended.local_updates or None,
         "messages": recorder.messages,

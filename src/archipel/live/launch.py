@@ -463,6 +463,7 @@ def _leave(
     ended = Ended(
         time_s=time_s,
         inner_steps=watch.inner_steps,
+        absorbed_steps=watch.absorbed_steps,
         outer_steps=watch.final[0].outer_steps,
         local_updates=sum(record.local_updates for record in records),
         parts=watch.evaluator.parts,

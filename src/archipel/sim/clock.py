@@ -150,6 +150,12 @@ class Simulator:
         return self.state.census.inner_steps
 
     @property
+    def absorbed_steps(self) -> int:
+        """Those of them that are in the model to take home."""
+        absorbed = sum(actor.absorbed for actor in self.holders())
+        return absorbed // self.state.census.plan.stages
+
+    @property
     def actors(self) -> dict[NodeId, Actor]:
         """All actors as they are now."""
         return {me: node.actor for me, node in self.state.nodes.items()}
@@ -315,9 +321,8 @@ class Simulator:
     def _evaluate(self) -> None:
         """Have the model to take home evaluated in the background, as it is now."""
         state, setting, held = self.state, self.engine.setting, self.holders()
-        absorbed = sum(actor.absorbed for actor in held)
         evaluation = state.census.evaluation(
-            state.now, absorbed, held[0].outer_steps, self.recorder
+            state.now, self.absorbed_steps, held[0].outer_steps, self.recorder
         )
         self.recorder.evaluations.append(evaluation)
         for observer in state.observers:
