@@ -255,7 +255,8 @@ class Simulator:
                 engine.push(time_s, event)
 
     def _happen(self, event: Event) -> None:
-        engine, state = self.engine, self.state
+        engine = self.engine
+        state = engine.state
         match event:
             case Deliver(to=to, message=message, sender=sender):
                 if to != sender:
@@ -271,8 +272,8 @@ class Simulator:
                 self._finish(event)
             case Drain():
                 departures, next_end = state.links.drain(event, state.now)
-                for departure in departures:
-                    depart(engine, departure)
+                for deliver, start_s, end_s in departures:
+                    depart(engine, deliver, start_s, end_s)
                 if next_end is not None:
                     engine.push(*next_end)
             case PassEnd(node=node):
@@ -285,15 +286,15 @@ class Simulator:
 
     def _finish(self, event: Finish) -> None:
         """A worker's inner steps have come to something, or to a loss that is not finite."""
-        engine, state, worker = self.engine, self.state, event.worker
+        engine, worker = self.engine, event.worker
+        state = engine.state
         del state.jobs[worker]
         try:
             answer: Message = event.answer.result()
         except Diverged as error:
             begin_anew(engine, worker, str(error))
             return
-        lost_servers = [node for node in state.outages.down if not self._trains(node)]
-        state.census.finishes(worker, event.steps, lost_servers)
+        state.census.finishes(worker, event.steps, self._lost_servers())
         for observer in state.observers:
             observer.finishes(worker, event.steps)
         counts = state.census.plan.tokens_per_step is not None
@@ -302,8 +303,9 @@ class Simulator:
         )
         engine.handle(worker, answer, worker)
 
-    def _trains(self, node: NodeId) -> bool:
-        return node in self.engine.setting.step_time_s
+    def _lost_servers(self) -> Sequence[NodeId]:
+        down, workers = self.state.outages.down, self.engine.setting.step_time_s
+        return [node for node in down if node not in workers] if down else ()
 
     # Evaluation and inspection
 
