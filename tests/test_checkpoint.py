@@ -26,7 +26,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from archipel import checkpoint, cli, methods, outer, rundir
+from archipel import checkpoint, cli, methods, outer, rundir, simulation
 from archipel.actor import NodeId, Start
 from archipel.checkpoint import Every, parse_every
 from archipel.encoding import Decoder, Encoder, Surroundings, class_of
@@ -34,7 +34,6 @@ from archipel.errors import TrainingError, UserError
 from archipel.methods import halos
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.metrics import Recorder
-from archipel.sim import simulate
 from archipel.sim.clock import Simulator
 from archipel.sim.engine import Engine
 from archipel.train.pool import Pool
@@ -615,12 +614,12 @@ class Workshop:
         """The number of events of a run that nobody stops, and its files."""
         if kind not in self.left:
             one, directory = self.recipe(kind), self.folder / "unstopped" / kind
-            simulator = simulate.make_simulator(one, self.pool(one))
+            simulator = simulation.make_simulator(one, self.pool(one))
             rundir.start(directory, one)
             reason = simulator.run()
             assert reason
             rundir.leave(
-                directory, one, simulate.ended(one, simulator, self.pool(one)), reason, 0.0
+                directory, one, simulation.ended(one, simulator, self.pool(one)), reason, 0.0
             )
             self.left[kind] = simulator.state.events, files(directory)
         return self.left[kind]
@@ -633,12 +632,12 @@ class Workshop:
         pool = self.pool(one)
         rundir.start(directory, one)
         for event in sorted(events):
-            simulator = simulate.make_simulator(one, pool)
+            simulator = simulation.make_simulator(one, pool)
             if checkpoint.checkpoints(directory / "checkpoint"):
-                simulate.load_checkpoint(directory, one, simulator)
+                simulation.load_checkpoint(directory, one, simulator)
             assert simulator.run(lambda: simulator.state.events == event) is None  # noqa: B023
-            simulate.save_checkpoint(directory, one, simulator, 100.0)
-        assert simulate.simulate(one, pool, directory, resume=True)["wall_s"] > 100
+            simulation.save_checkpoint(directory, one, simulator, 100.0)
+        assert simulation.simulate(one, pool, directory, resume=True)["wall_s"] > 100
         return files(directory)
 
 
@@ -678,7 +677,7 @@ def test_two_hundred_stops(workshop: Workshop, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_stopped_with_one_process_and_unstopped_with_two(name: str, workshop: Workshop) -> None:
     one, directory = workshop.recipe(name), workshop.folder / "two" / name
-    simulate.simulate(one, workshop.pool(one, 2), directory)
+    simulation.simulate(one, workshop.pool(one, 2), directory)
     assert workshop.stopped(name, [20]) == files(directory)
 
 
@@ -800,7 +799,7 @@ def test_a_folder_of_the_users_is_not_taken_for_a_run(archipel: Any, tmp_path: P
         f"archipel: nothing to resume in {tmp_path}: "
     )
     with pytest.raises(UserError, match=r"is there already and is not a run directory$"):
-        simulate.simulate(parse_recipe({"method": "halos", "task": "none"}), None, tmp_path)
+        simulation.simulate(parse_recipe({"method": "halos", "task": "none"}), None, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "notes.txt"}
 
 
@@ -813,10 +812,12 @@ def test_ctrl_c_in_the_middle_of_each_method(
     one, directory = workshop.recipe(name), tmp_path / "run"
     interrupt_at(events // 2, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        simulate.simulate(one, workshop.pool(one), directory)
+        simulation.simulate(one, workshop.pool(one), directory)
     assert json.loads((directory / "summary.json").read_text())["stopped"] == "interrupted"
     assert len(checkpoint.checkpoints(directory / "checkpoint")) == 1
-    assert simulate.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
+    assert (
+        simulation.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
+    )
     assert files(directory) == left
 
 
@@ -836,7 +837,7 @@ def test_a_second_ctrl_c_does_not_wait(
 def test_another_programs_way_with_ctrl_c_is_left_alone() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with simulate.interrupts() as interrupted:
+        with simulation.interrupts() as interrupted:
             signal.raise_signal(signal.SIGINT)
             assert not interrupted()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -846,13 +847,13 @@ def test_another_programs_way_with_ctrl_c_is_left_alone() -> None:
 
 def saved_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The inner steps at which checkpoints are saved from now on."""
-    save, found = simulate.save_checkpoint, []
+    save, found = simulation.save_checkpoint, []
 
     def saving(directory: Path, recipe: Recipe, simulator: Simulator, *rest: Any) -> Path:
         found.append(simulator.inner_steps)
         return save(directory, recipe, simulator, *rest)
 
-    monkeypatch.setattr(simulate, "save_checkpoint", saving)
+    monkeypatch.setattr(simulation, "save_checkpoint", saving)
     return found
 
 
@@ -861,7 +862,7 @@ def test_every_so_many_tokens(
 ) -> None:
     found = saved_at(monkeypatch)
     one = workshop.recipe("sync_sgd")  # 4 workers: 4 inner steps at a time, of 4 · 8 tokens each
-    simulate.simulate(one, workshop.pool(one), tmp_path / "run", every=Every(tokens=32 * 10))
+    simulation.simulate(one, workshop.pool(one), tmp_path / "run", every=Every(tokens=32 * 10))
     assert found == [12, 20, 32]
     assert files(tmp_path / "run") == workshop.unstopped("sync_sgd")[1]
 
@@ -871,7 +872,7 @@ def test_every_so_many_seconds(
 ) -> None:
     """Here a call of the clock takes a tenth of a second."""
     found, now = saved_at(monkeypatch), itertools.count()
-    monkeypatch.setattr(simulate.time, "monotonic", lambda: next(now) / 10)
+    monkeypatch.setattr(simulation.time, "monotonic", lambda: next(now) / 10)
     assert (
         archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path)[0]
         == 0
@@ -885,11 +886,11 @@ def test_resume_saves_as_often_as_before(
 ) -> None:
     """Also the run that had not begun; and an option changes it."""
     now = itertools.count()
-    monkeypatch.setattr(simulate.time, "monotonic", lambda: next(now) / 10)
+    monkeypatch.setattr(simulation.time, "monotonic", lambda: next(now) / 10)
     seen: list[Every | None] = []
-    usual = simulate.simulate
+    usual = simulation.simulate
     monkeypatch.setattr(
-        simulate,
+        simulation,
         "simulate",
         lambda *a, every, **b: (seen.append(every), usual(*a, every=every, **b)),
     )
@@ -939,7 +940,7 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_be_resumed(
     now = itertools.count()
     directory = tmp_path / "out" / "halos-seed0"
     with monkeypatch.context() as patch:
-        patch.setattr(simulate.time, "monotonic", lambda: next(now) / 10)
+        patch.setattr(simulation.time, "monotonic", lambda: next(now) / 10)
         patch.setattr(checkpoint, "write_file", filling)
         code, lines = archipel(
             *TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out"
@@ -977,7 +978,7 @@ def test_a_disk_that_is_full_at_the_end_costs_nothing_that_was_saved(
         raise OSError(errno.ENOSPC, "No space left on device", str(directory / "metrics.jsonl"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(simulate.time, "monotonic", lambda: next(now) / 10)
+        patch.setattr(simulation.time, "monotonic", lambda: next(now) / 10)
         patch.setattr(Recorder, "write_metrics", full)
         code, lines = archipel(
             *TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out"

@@ -411,17 +411,17 @@ def test_a_run_directory_is_replaced_and_nothing_else_is_touched(
 def test_a_method_that_diverges_does_not_cost_the_others(
     archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from archipel import simulation
     from archipel.errors import Diverged
-    from archipel.sim import simulate
 
-    usual = simulate.simulate
+    usual = simulation.simulate
 
     def diverging(recipe: Any, *arguments: Any, **options: Any) -> Any:
         if recipe.label == "diloco":
             raise Diverged("diloco: the validation loss is nan")
         return usual(recipe, *arguments, **options)
 
-    monkeypatch.setattr(simulate, "simulate", diverging)
+    monkeypatch.setattr(simulation, "simulate", diverging)
     answer = archipel(
         "compare",
         "--methods",

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from archipel import methods, outer
+from archipel import methods, outer, simulation
 from archipel.actor import (
     Actor,
     Context,
@@ -42,7 +42,6 @@ from archipel.live.protocol import HostSetup, Membership, News, Record, SaveFold
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.screening import ScreeningConfig
-from archipel.sim import simulate
 from archipel.train.data import Shard
 from archipel.train.inner_steps import Solo
 from archipel.train.pool import Pool
@@ -236,7 +235,7 @@ def test_synchronous_methods_end_with_the_simulators_weights(
     marks = live.rehearse(chosen, chosen.profile, 200)
     fleet, replica = fleet_of(chosen, marks)
     fleet.run()
-    summary = simulate.simulate(chosen, pools(chosen), tmp_path / "run")
+    summary = simulation.simulate(chosen, pools(chosen), tmp_path / "run")
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
     assert sum(host.marks.reached[-1].trained for host in holders) == summary["inner_steps"]
     lines = [

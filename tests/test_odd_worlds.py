@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from archipel import assemble, methods
+from archipel import assemble, methods, simulation
 from archipel.errors import UserError
 from archipel.recipe import Recipe, parse_recipe
-from archipel.sim import simulate
 
 DEFAULT = {"bandwidth_gbit_s": 1.0, "latency_ms": 5.0}
 WORLDS = {
@@ -42,7 +41,7 @@ def odd(method: str, regions: dict[str, list[float]], **settings: Any) -> Recipe
 
 def run(recipe: Recipe, out: Path) -> dict[str, Any]:
     assemble.check_reachable(recipe)
-    return simulate.simulate(recipe, None, out)
+    return simulation.simulate(recipe, None, out)
 
 
 @pytest.mark.parametrize("method", methods.names())
@@ -74,7 +73,7 @@ def test_more_servers_than_workers(method: str, world: str, tmp_path: Path) -> N
     """
     given = odd(method, WORLDS[world], workers_per_server=1)
     workers = {worker.id for worker in given.topology.workers}
-    servers = set(simulate.make_simulator(given, None).actors) - workers
+    servers = set(simulation.make_simulator(given, None).actors) - workers
     assert len(servers) == {"halos": len(workers) + 1, "async_local_sgd": 1}.get(method, 0)
     summary = run(given, tmp_path / "run")
     assert summary["inner_steps"] >= 60

@@ -21,13 +21,12 @@ from inline import linear_task
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from archipel import assemble, report
+from archipel import assemble, report, simulation
 from archipel.actor import NodeId
 from archipel.errors import UserError
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.census import Plan
 from archipel.run.metrics import Recorder
-from archipel.sim import simulate
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.verbs import NodeContext
@@ -646,7 +645,7 @@ def staged_recipe(**fields: Any) -> Recipe:
 def run(pools: Any) -> Callable[..., dict[str, Any]]:
     def call(recipe: Recipe, out: Path, processes: int = 1) -> dict[str, Any]:
         assemble.check_reachable(recipe)
-        return simulate.simulate(recipe, pools(recipe, processes), out)
+        return simulation.simulate(recipe, pools(recipe, processes), out)
 
     return call
 
@@ -729,7 +728,7 @@ def test_a_default_model_in_stages_is_not_tied() -> None:
 def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None:
     pool = pools(staged_recipe(profile="measured"))
     assert (
-        simulate.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
+        simulation.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
     )  # batch, sequence, width, fp32
 
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from archipel import methods
+from archipel import methods, simulation
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import Recipe, parse_recipe
-from archipel.sim import simulate
 from archipel.train.pool import Pool
 from archipel.train.replica import Run
 from archipel.train.task import task_config
@@ -69,7 +68,7 @@ def left(
     found = {}
     for size, processes in (("one", 1), ("two", 2), ("again", 2)):
         for name in methods.names():
-            simulate.simulate(recipe(name), pools(recipe(name), processes), out / size / name)
+            simulation.simulate(recipe(name), pools(recipe(name), processes), out / size / name)
             found[size, name] = files(out / size / name)
     return found
 
@@ -165,8 +164,8 @@ def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path
     """
     for name in methods.names():
         given = own.recipe(name)
-        simulate.simulate(given, pools(given, 1), tmp_path / "one" / name)
-        summary = simulate.simulate(given, pools(given, 2), tmp_path / name)
+        simulation.simulate(given, pools(given, 1), tmp_path / "one" / name)
+        summary = simulation.simulate(given, pools(given, 2), tmp_path / name)
         weights = load_file(tmp_path / name / "weights.safetensors")
         assert summary["final_loss"] < 0.6, name
         assert float(weights["1.running_var"].min()) > 0, name
@@ -207,7 +206,7 @@ def test_errors_of_the_task_name_worker_and_place(
     pool = pools(own.recipe("diloco"))
     pool.begin(Run(1, 5, 0))
     with pytest.raises(TrainingError, match=r"^worker [ab]/w") as error:
-        simulate.simulate(own.recipe("diloco", how), pool, tmp_path / "run")
+        simulation.simulate(own.recipe("diloco", how), pool, tmp_path / "run")
     assert text in str(error.value)
     assert not (tmp_path / "run").exists()
 
@@ -217,8 +216,8 @@ def test_a_mistake_that_is_there_from_the_start_is_told_before_the_run(
     own: Own, tmp_path: Path
 ) -> None:
     given = own.recipe("diloco", "a float")
-    with simulate.open_pool(given, 1) as pool, pytest.raises(UserError) as error:
-        simulate.simulate(given, pool, tmp_path / "run")
+    with simulation.open_pool(given, 1) as pool, pytest.raises(UserError) as error:
+        simulation.simulate(given, pool, tmp_path / "run")
     assert str(error.value) == (
         "task.loss must return a 0-d tensor that depends on the model's parameters, not a float"
     )
@@ -233,9 +232,9 @@ def test_a_pool_goes_on_after_a_run_that_diverged(
     """The next run on it is as ever."""
     wild = recipe("diloco", method={"name": "diloco", "inner_steps": 4, "outer_lr": 1e30})
     with pytest.raises(Diverged):
-        simulate.simulate(wild, pools(wild, 2), tmp_path / "wild")
+        simulation.simulate(wild, pools(wild, 2), tmp_path / "wild")
     assert not (tmp_path / "wild").exists()
-    simulate.simulate(recipe("sync_sgd"), pools(wild, 2), tmp_path / "after")
+    simulation.simulate(recipe("sync_sgd"), pools(wild, 2), tmp_path / "after")
     assert files(tmp_path / "after") == left["one", "sync_sgd"]
 
 
@@ -246,7 +245,7 @@ def test_a_loss_that_is_not_finite_names_worker_and_step(
 ) -> None:
     given = own.recipe("diloco", "nan")
     with pytest.raises(Diverged) as error:
-        simulate.simulate(given, pools(given), tmp_path / "run")
+        simulation.simulate(given, pools(given), tmp_path / "run")
     assert "is nan at its inner step" in str(error.value)
     assert "3 times in a row" in str(error.value)
     assert str(error.value).startswith("diloco: ")
@@ -272,7 +271,7 @@ def test_a_process_that_is_killed_is_noticed_and_nothing_is_left_running() -> No
 
 @pytest.mark.slow
 def test_the_measured_profile_is_of_this_task_on_this_machine(pools: Any) -> None:
-    profile = simulate.measure_profile(pools(recipe("diloco")))
+    profile = simulation.measure_profile(pools(recipe("diloco")))
     parameters = (
         16 * 16 + 16 * 16 + 12 * 16 * 16 + 3 * 16
     )  # tied embeddings, positions, one block, norms
@@ -283,6 +282,6 @@ def test_the_measured_profile_is_of_this_task_on_this_machine(pools: Any) -> Non
 def test_a_pool_without_processes_is_refused() -> None:
     with (
         pytest.raises(UserError, match=r"^processes = 0: at least 1 is needed$"),
-        simulate.open_pool(recipe("diloco"), 0),
+        simulation.open_pool(recipe("diloco"), 0),
     ):
         pass

@@ -31,7 +31,7 @@ from inline import (
 )
 from torch import Tensor
 
-from archipel import checkpoint, cli, methods, report, rundir
+from archipel import checkpoint, cli, methods, report, rundir, simulation
 from archipel.actor import Gradient, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.methods import noloco
@@ -41,7 +41,6 @@ from archipel.run import wire
 from archipel.run.census import Plan
 from archipel.run.metrics import Recorder, merged
 from archipel.run.screening import Screen, ScreeningConfig
-from archipel.sim import simulate
 from archipel.sim.clock import Simulator
 from archipel.sim.topology import Profile, Topology
 from archipel.train.pool import Pool
@@ -592,7 +591,7 @@ def test_in_stages_it_ends_the_run() -> None:
             "run": {"steps": 200},
         }
     )
-    sim = simulate.make_simulator(given, None)
+    sim = simulation.make_simulator(given, None)
 
     class Trainer(NoTraining):
         def train_stages(self, team: Any, thetas: Any, *_: Any) -> Any:
@@ -635,7 +634,7 @@ def test_the_books_hold_whatever_is_not_finite(method: str, seed: int) -> None:
             "faults": {"schedule": schedule, "save_every_s": 10.0, "deadline_s": 10.0},
         }
     )
-    sim = simulate.make_simulator(given, None)
+    sim = simulation.make_simulator(given, None)
     rng, row = np.random.default_rng(seed), Counter[NodeId]()
 
     class Trainer(NoTraining):
@@ -815,7 +814,7 @@ def real(method: str, task: str, **fields: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def one_bad_batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pool | None]]:
     task = write_task(tmp_path_factory.mktemp("task"), "one", "(7,)")
-    with simulate.open_pool(real("halos", task), 1) as pool:
+    with simulation.open_pool(real("halos", task), 1) as pool:
         yield task, pool
 
 
@@ -829,7 +828,7 @@ def test_a_task_with_one_bad_batch(
         match=r"^worker a/w1: the training loss is nan at its inner step 7, after .* s; it is "
         r"restarted from the newest model$",
     ):
-        summary = simulate.simulate(real(method, task), pool, tmp_path / "run")
+        summary = simulation.simulate(real(method, task), pool, tmp_path / "run")
     assert summary["restarts"] == {"a/w1": 1}
     assert summary["refused_updates"] == {}
     assert summary["final_loss"] < 4.0
@@ -839,7 +838,7 @@ def test_a_task_with_one_bad_batch(
         match=rf"^{method}: worker a/w1: the training loss is nan at its inner step 7, after .* s "
         r"on the vir",
     ):
-        simulate.simulate(real(method, task).strictly(), pool, tmp_path / "strict")
+        simulation.simulate(real(method, task).strictly(), pool, tmp_path / "strict")
     assert not (tmp_path / "strict").exists()
 
 
@@ -848,7 +847,7 @@ def several_bad_batches(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[str, Pool | None]]:
     task = write_task(tmp_path_factory.mktemp("task"), "several", "(7,)", "(11,)")
-    with simulate.open_pool(real("halos", task), 1) as pool:
+    with simulation.open_pool(real("halos", task), 1) as pool:
         yield task, pool
 
 
@@ -882,11 +881,11 @@ def test_a_run_with_all_of_it_goes_on_from_a_checkpoint_to_the_bit(
         }
         return found | {"summary": summary}
 
-    straight = simulate.make_simulator(given, pool)
+    straight = simulation.make_simulator(given, pool)
     rundir.start(tmp_path / "straight", given)
     reason = straight.run()
     assert reason
-    rundir.leave(tmp_path / "straight", given, simulate.ended(given, straight, pool), reason, 0.0)
+    rundir.leave(tmp_path / "straight", given, simulation.ended(given, straight, pool), reason, 0.0)
     left = files(tmp_path / "straight")
     assert left["summary"]["refused_updates"] == {
         "a/w0": 1
@@ -898,12 +897,12 @@ def test_a_run_with_all_of_it_goes_on_from_a_checkpoint_to_the_bit(
     assert straight.now > 11.0
     for number, stop in enumerate((0.3, 0.6, 0.9)):
         directory, at = tmp_path / str(number), int(stop * straight.state.events)
-        sim = simulate.make_simulator(given, pool)
+        sim = simulation.make_simulator(given, pool)
         rundir.start(directory, given)
         assert sim.run(lambda sim=sim, at=at: sim.state.events == at) is None
-        simulate.save_checkpoint(directory, given, sim, 0.0)
+        simulation.save_checkpoint(directory, given, sim, 0.0)
         assert checkpoint.checkpoints(directory / "checkpoint")
-        simulate.simulate(given, pool, directory, resume=True)
+        simulation.simulate(given, pool, directory, resume=True)
         assert files(directory) == left
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archipel import report, studies
+from archipel import report, simulation, studies
 from archipel.actor import NodeId
 from archipel.errors import Diverged, UserError
 from archipel.methods import noloco
-from archipel.sim import simulate
 from archipel.studies import noloco_routing, noloco_spread, noloco_stability
 from archipel.theory.moments import Setting
 from archipel.train.task import Schedule
@@ -100,7 +99,7 @@ def test_replicas_drift_apart_outside_the_window(
     monkeypatch.setattr(noloco_stability, "OUTER_STEPS", 10)
     monkeypatch.setattr(noloco_stability, "ALPHAS_AND_GAMMAS", ((0.9, 2.5), (0.5, 0.7)))
     small = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "valid_sequences": 8}
-    recipe_of, usual = noloco_stability._recipe, simulate.simulate
+    recipe_of, usual = noloco_stability._recipe, simulation.simulate
 
     def small_recipe(*arguments: Any) -> Any:
         recipe = recipe_of(*arguments)
@@ -112,7 +111,7 @@ def test_replicas_drift_apart_outside_the_window(
         return usual(recipe, pool, directory, *rest, **more)
 
     monkeypatch.setattr(noloco_stability, "_recipe", small_recipe)
-    monkeypatch.setattr(simulate, "simulate", simulate_but_one)
+    monkeypatch.setattr(simulation, "simulate", simulate_but_one)
     findings = noloco_stability.run(tmp_path, studies.Settings(steps=80, seeds=2, processes=1))
     outside, inside = (dict(zip(findings.columns, row, strict=True)) for row in findings.rows)
     assert float(outside["√ρ"]) > 1 > float(inside["√ρ"])

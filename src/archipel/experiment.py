@@ -1,7 +1,7 @@
 """Simulate, launch, compare and resume: what the command line, studies and Python programs call.
 
 What belongs here: which recipes run, in which folder, with which pool, and what comes of them
-together. What does not: how one of them runs (`sim/simulate.py`, `live/launch.py`), and anything
+together. What does not: how one of them runs (`simulation.py`, `live/launch.py`), and anything
 that is printed (`terminal.py`).
 """
 
@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipel import report, rundir
+from archipel import report, rundir, simulation
 from archipel.assemble import check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
 from archipel.errors import Diverged, Interrupted, TrainingError, UserError
@@ -28,7 +28,6 @@ from archipel.recipe import (
     recipes_of,
 )
 from archipel.report import Result
-from archipel.sim import simulate as engine
 
 if TYPE_CHECKING:  # the live engine imports Ray, which takes a second
     from archipel.checkpoint import Every
@@ -307,13 +306,13 @@ def _simulate_each(
     """Simulate each recipe in its run directory; a line for each one that diverged."""
     diverged: list[str] = []
     for recipe in recipes.values():
-        engine.check_every(every, recipe)
+        simulation.check_every(every, recipe)
     try:
         for _, group in groupby(
             recipes.items(), lambda item: (item[1].task, item[1].topology.workers, item[1].pipeline)
         ):
             same = dict(group)
-            with engine.open_pool(next(iter(same.values())), processes) as pool:
+            with simulation.open_pool(next(iter(same.values())), processes) as pool:
                 same = same if resume else _begun(same, pool)
                 diverged += _simulate_with(pool, same, every, progress, resume=resume)
     except KeyboardInterrupt:
@@ -332,7 +331,7 @@ def _begun(recipes: Mapping[Path, Recipe], pool: Pool | None) -> dict[Path, Reci
     begun = {}
     for directory, recipe in recipes.items():
         if recipe.profile is None:
-            measured = measured or engine.measure_profile(pool)
+            measured = measured or simulation.measure_profile(pool)
             recipe = replace(recipe, profile=measured)
         begun[directory] = recipe
     for directory, recipe in begun.items():
@@ -353,7 +352,7 @@ def _simulate_with(
         for directory, recipe in recipes.items():
             tell = partial(progress, directory.name)
             try:
-                engine.simulate(recipe, pool, directory, tell, every=every, resume=resume)
+                simulation.simulate(recipe, pool, directory, tell, every=every, resume=resume)
             except Diverged as error:  # one method's trouble is no reason to lose the others
                 diverged.append(f"{error} (seed {recipe.run.seed})")
     except UserError:

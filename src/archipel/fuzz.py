@@ -23,11 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from archipel import methods
+from archipel import methods, simulation
 from archipel.recipe import parse_recipe
 from archipel.run import invariants
 from archipel.run.invariants import Ledger, Violation
-from archipel.sim import simulate
 from archipel.sim.faults import KINDS
 
 FAULTS_UNTIL_S = 100
@@ -118,7 +117,7 @@ def outcome_of(recipe: dict[str, Any]) -> Outcome:
     """Run the recipe with these fields."""
     line, ledger, failure = json.dumps(recipe, separators=(", ", ": ")), Ledger(), None
     try:
-        simulator = simulate.make_simulator(parse_recipe(deepcopy(recipe)), None)
+        simulator = simulation.make_simulator(parse_recipe(deepcopy(recipe)), None)
         [ledger] = [one for one in simulator.state.observers if isinstance(one, Ledger)]
         simulator.run()
     except Violation as error:
@@ -293,7 +292,7 @@ def _servers(recipe: dict[str, Any]) -> list[str]:
     parsed = parse_recipe(deepcopy(recipe))
     workers = {worker.id for worker in parsed.topology.workers}
     return [
-        str(node) for node in simulate.make_simulator(parsed, None).actors if node not in workers
+        str(node) for node in simulation.make_simulator(parsed, None).actors if node not in workers
     ]
 
 
