@@ -356,7 +356,7 @@ def test_mail_that_comes_twice_or_from_another_run_is_not_handled() -> None:
         post(to, envelope)
 
     for host in fleet.hosts.values():
-        host.post = twice
+        host.ctx.post = twice
     assert fleet.run()[B].recorder.messages == 20
 
 
@@ -445,7 +445,7 @@ def test_random_numbers_are_the_simulators() -> None:
     fleet = Fleet()
     fleet.add(Chatter(me=A))
     fleet.add(Chatter(me=B), run=Run(1, 1, 7))
-    assert fleet.hosts[B].rng.random() == np.random.default_rng((7, 1)).random()
+    assert fleet.hosts[B].ctx.rng.random() == np.random.default_rng((7, 1)).random()
 
 
 # Lives
@@ -510,7 +510,7 @@ def test_an_actor_is_told_of_its_peers_and_nothing_is_sent_to_the_lost() -> None
     host.begin()
     host.handle(News(B))
     host.handle(News(C))
-    host.send(B, Start())
+    host.ctx.send(B, Start())
     assert posted == []
     host.handle(News(B, life=2))
     assert host.actor.heard == ["Start", "Lost east/b", "Joined east/b"]  # type: ignore[attr-defined]
@@ -655,7 +655,7 @@ def test_a_host_goes_on_from_its_save(tmp_path: Path) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(after.compute.state, before.compute.state, strict=True)
     )
-    assert after.rng.random() == before.rng.random()
+    assert after.ctx.rng.random() == before.ctx.rng.random()
     assert after.recorder.trainings == before.recorder.trainings
 
 
