@@ -656,7 +656,7 @@ def test_a_host_goes_on_from_its_save(tmp_path: Path) -> None:
         torch.equal(a, b) for a, b in zip(after.compute.state, before.compute.state, strict=True)
     )
     assert after.ctx.rng.random() == before.ctx.rng.random()
-    assert after.recorder.trainings == before.recorder.trainings
+    assert after.ctx.recorder.trainings == before.ctx.recorder.trainings
 
 
 def test_a_damaged_save_is_named_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
