@@ -39,6 +39,7 @@ def changing(task: Task, device: torch.device) -> frozenset[str]:
     # Of buffers also the values: torch does not count all that is written to them.
     buffers = {n: tensor for n, tensor in before.items() if not isinstance(tensor, nn.Parameter)}
     written, values = Written(before), {name: _bits(tensor) for name, tensor in buffers.items()}
+    finite_before = {name for name, tensor in before.items() if _is_finite(tensor)}
     with seeds_kept(device):
         shard = Shard(0, 1, 0, 1, seed=0)
         seed_step(0, shard, 0, device)
@@ -60,13 +61,17 @@ def changing(task: Task, device: torch.device) -> frozenset[str]:
                 "average floating-point tensors only: keep it as such (a complex one as two), or "
                 "register it with persistent=False"
             )
-        if not tensor.isfinite().all():
+        if not (name in finite_before and _is_finite(tensor)):
             raise UserError(
-                f"task.model: training writes to {name!r}, and it is not finite afterwards, so "
-                "that workers cannot average it; write to it only once, when the model is made, or "
-                "register it with persistent=False"
+                f"task.model: training writes to {name!r}, and not all of it is finite, so that "
+                "workers cannot average it; give it finite values, write to it only when the model "
+                "is made, or register it with persistent=False"
             )
     return frozenset(name for name in names if before[name].dtype not in COUNTING)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
 def _of_norms(module: nn.Module) -> set[str]:

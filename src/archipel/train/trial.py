@@ -35,7 +35,7 @@ def try_out(replica: Replica, shard: Shard) -> None:
             # On GPUs sums are in no certain order.
             if replica.device.type == "cpu":
                 again, twice = _two_steps(replica, shard)
-                _check_equal(replica, losses == again, torch.equal(_bits(once), _bits(twice)))
+                _check_equal(replica, losses[0] == again[0], torch.equal(_bits(once), _bits(twice)))
         except NonFiniteLoss:  # a run judges that
             pass
 
@@ -65,6 +65,9 @@ def _two_steps(replica: Replica, shard: Shard) -> tuple[list[float], Tensor]:
 
 
 def _check_equal(replica: Replica, losses: bool, weights: bool) -> None:
+    """`losses`: the first ones are equal, before any optimizer has done anything; `weights`: those
+    after both steps.
+    """
     if losses and weights:
         return
     kind = type(replica.optimizer).__name__
