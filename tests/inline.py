@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from archipel import methods
 from archipel.actor import Actor, Gradient, NodeId, Trained, World
+from archipel.run.census import Plan
+from archipel.run.invariants import Ledger
 from archipel.run.metrics import Recorder
-from archipel.sim.clock import Simulator, Stop
+from archipel.sim.clock import Simulator
+from archipel.sim.faults import Faults
 from archipel.sim.network import Network
 from archipel.sim.topology import PROFILES, Profile, Topology, load_topology
 from archipel.train.data import Shard
@@ -155,12 +158,13 @@ def simulator(
     settings: dict[str, Any] | None = None,
     theta: Tensor | None = None,
     profile: Profile = PROFILE,
-    stop: Stop | None = None,
-    seed: int = 0,
+    plan: Plan | None = None,
     evaluate_every: int = 10**9,
-    tokens_per_step: int | None = 1,
+    strict: bool = False,
+    seed: int = 0,
     actors: Sequence[Actor] | None = None,
     parameters: int | None = None,
+    faults: Faults | None = None,
     **more: Any,
 ) -> Simulator:
     """A simulator that is ready to run `method`, or any `actors`."""
@@ -180,6 +184,7 @@ def simulator(
         actors = module.build(
             module.Config(**(settings or {})), World(topology.workers, parameters, seed), theta
         )
+    watches = [Ledger(frozenset(workers_of(topology)))] if faults is not None else []
     return Simulator(
         actors,
         topology.workers,
@@ -187,13 +192,43 @@ def simulator(
         profile,
         trainer,
         Recorder(),
-        stop or Stop(steps),
-        evaluate_every=evaluate_every,
-        tokens_per_step=tokens_per_step,
+        replace(
+            plan or Plan(steps), tokens_per_step=1, evaluate_every=evaluate_every, strict=strict
+        ),
+        numel=theta.numel(),
         parameters=parameters,
         seed=seed,
+        faults=faults,
+        observers=watches,
         **more,
     )
+
+
+def train_with(simulator: Simulator, trainer: Any) -> None:
+    """Have another trainer compute what a simulator that has not run asks for."""
+    simulator.engine.setting = replace(simulator.engine.setting, trainer=trainer)
+
+
+def watch_calls(simulator: Simulator, verb: str, watch: Any) -> None:
+    """`watch(node, *arguments)` is called whenever an actor calls a verb, before it does
+    anything.
+    """
+
+    def watched(me: NodeId, call: Any) -> Any:
+        def wrapped(*arguments: Any) -> Any:
+            watch(me, *arguments)
+            return call(*arguments)
+
+        return wrapped
+
+    for me, context in simulator.engine.contexts.items():
+        setattr(context, verb, watched(me, getattr(context, verb)))
+
+
+def ledger_of(simulator: Simulator) -> Ledger:
+    """What is noted beside a run with faults."""
+    [ledger] = [one for one in simulator.state.observers if isinstance(one, Ledger)]
+    return ledger
 
 
 def model_of(simulator: Simulator) -> Tensor:

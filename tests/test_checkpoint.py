@@ -34,6 +34,7 @@ from archipel.methods import halos
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.metrics import Recorder
 from archipel.sim.clock import Simulator
+from archipel.sim.engine import Engine
 from archipel.train.pool import Pool
 
 # Values
@@ -545,6 +546,18 @@ KINDS: dict[str, dict[str, Any]] = {
         for name in ("noloco", "diloco")
         for routing in ("random", "fixed")
     },
+    **{
+        f"noloco, {routing}, fair": {
+            "topology": {
+                "regions": {"a": [1.0, 0.6, 0.9], "b": [0.3, 0.8, 1.0]},
+                "default": {"bandwidth_gbit_s": 1.0, "latency_ms": 40, "jitter": 0.4},
+                "sharing": "fair",
+            },
+            "pipeline": {**STAGES, "routing": routing},
+            "run": SHORT,
+        }
+        for routing in ("random", "fixed")
+    },
     "noloco, BatchNorm, fixed": {
         "task": "normed",
         "pipeline": {**STAGES, "routing": "fixed"},
@@ -607,7 +620,7 @@ class Workshop:
             experiment.leave(
                 directory, one, experiment._ended(one, simulator, self.pool(one)), reason, 0.0
             )
-            self.left[kind] = simulator.events, files(directory)
+            self.left[kind] = simulator.state.events, files(directory)
         return self.left[kind]
 
     def stopped(self, kind: str, events: Sequence[int]) -> dict[str, bytes]:
@@ -621,7 +634,7 @@ class Workshop:
             simulator = experiment.make_simulator(one, pool)
             if checkpoint.checkpoints(directory / "checkpoint"):
                 experiment.load_checkpoint(directory, one, simulator)
-            assert simulator.run(lambda: simulator.events == event) is None  # noqa: B023
+            assert simulator.run(lambda: simulator.state.events == event) is None  # noqa: B023
             experiment.save_checkpoint(directory, one, simulator, 100.0)
         assert experiment.simulate(one, pool, directory, resume=True)["wall_s"] > 100
         return files(directory)
@@ -689,16 +702,16 @@ def interrupt_at(event: int, monkeypatch: pytest.MonkeyPatch, times: int = 1) ->
     """Ctrl-C is pressed while the run's event number `event` happens, in the first run that gets so
     far.
     """
-    handle, pressed = Simulator._handle, []
+    handle, pressed = Engine.handle, []
 
-    def handling(self: Simulator, *arguments: Any) -> None:
-        if self.events == event and not pressed:
+    def handling(self: Engine, *arguments: Any) -> None:
+        if self.state.events == event and not pressed:
             pressed.append(event)
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
         handle(self, *arguments)
 
-    monkeypatch.setattr(Simulator, "_handle", handling)
+    monkeypatch.setattr(Engine, "handle", handling)
 
 
 def test_ctrl_c_saves_and_resume_goes_on_with_all_that_is_not_finished(
@@ -836,7 +849,7 @@ def saved_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     save, found = experiment.save_checkpoint, []
 
     def saving(directory: Path, recipe: Recipe, simulator: Simulator, *rest: Any) -> Path:
-        found.append(simulator.absorbed)
+        found.append(simulator.inner_steps)
         return save(directory, recipe, simulator, *rest)
 
     monkeypatch.setattr(experiment, "save_checkpoint", saving)
@@ -1050,7 +1063,7 @@ def test_a_method_whose_state_cannot_be_saved(
     own = ("--methods", tmp_path / "odd.py")
     assert archipel(*TIMED, *own, "--out", tmp_path / "whole")[0] == 0
     complaint = (
-        "state.simulator.actors.r0/w0.kept is a builtins.builtin_function_or_method, "
+        "state.simulator.nodes.r0/w0.actor.kept is a builtins.builtin_function_or_method, "
         "which "
         "a checkpoint cannot hold; "
     )

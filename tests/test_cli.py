@@ -494,18 +494,18 @@ def test_a_recipes_target_is_the_reports(archipel: Any, tmp_path: Path) -> None:
 def test_ctrl_c_leaves_what_was_finished(
     archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from archipel.sim.clock import Simulator
+    from archipel.sim.engine import Engine
 
-    handle, count = Simulator._handle, 0
+    handle, count = Engine.handle, 0
 
-    def interrupted(self: Simulator, *arguments: Any) -> None:
+    def interrupted(self: Engine, *arguments: Any) -> None:
         nonlocal count
         count += 1
         if count == 5000:
             raise KeyboardInterrupt
         handle(self, *arguments)
 
-    monkeypatch.setattr(Simulator, "_handle", interrupted)
+    monkeypatch.setattr(Engine, "handle", interrupted)
     answer = archipel(
         "compare",
         "--methods",

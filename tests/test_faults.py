@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inline import PLAIN, Quadratic, workers_of
+from inline import PLAIN, Quadratic, ledger_of, train_with, workers_of
 from torch import Tensor
 
 from archipel import cli, experiment, fuzz, methods
@@ -23,10 +23,13 @@ from archipel.methods import async_local_sgd
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run import invariants
-from archipel.run.invariants import Violation
+from archipel.run.census import Plan
+from archipel.run.invariants import Ledger, Violation
 from archipel.run.metrics import Recorder
 from archipel.sim import faults
-from archipel.sim.clock import Deliver, Simulator, Stop
+from archipel.sim.clock import Simulator
+from archipel.sim.engine import Engine
+from archipel.sim.events import Deliver
 from archipel.sim.faults import (
     Crash,
     Faults,
@@ -214,7 +217,7 @@ BY_HAND: list[tuple[str, dict[str, Any], float, int]] = [
 def test_what_is_counted_by_hand(
     method: str, fault: dict[str, Any], seconds: float, absorbed: int
 ) -> None:
-    assert simulated(method, fault, seconds=float(seconds)).absorbed == absorbed
+    assert simulated(method, fault, seconds=float(seconds)).inner_steps == absorbed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -225,8 +228,8 @@ def test_who_is_there_goes_on_and_the_invariants_hold(method: str, kind: str) ->
     """
     sim = simulated(method, KINDS[kind], seconds=100.0)
     there = {"b/w0"} & {KINDS[kind].get("node")} if kind in ("crash", "leave") else set()
-    for worker in sim.step_time_s:
-        assert (sim.ledger.began_s[worker] > 85) == (str(worker) not in there), worker
+    for worker in sim.engine.setting.step_time_s:
+        assert (ledger_of(sim).began_s[worker] > 85) == (str(worker) not in there), worker
 
 
 @pytest.mark.parametrize("kind", ["loss", "delay", "duplicate", "slow", "link down"])
@@ -235,30 +238,30 @@ def test_what_the_transport_absorbs_is_never_told(
     method: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Message] = []
-    handle = Simulator._handle
+    handle = Engine.handle
     monkeypatch.setattr(
-        Simulator,
-        "_handle",
+        Engine,
+        "handle",
         lambda sim, to, message, sender: (told.append(message), handle(sim, to, message, sender)),
     )
     sim = simulated(method, KINDS[kind])
     assert not any(isinstance(message, Lost | Joined) for message in told)
     plain = simulated(method)
-    assert sim.absorbed <= plain.absorbed
+    assert sim.inner_steps <= plain.inner_steps
     if kind == "duplicate":
-        assert sim.absorbed == plain.absorbed
+        assert sim.inner_steps == plain.inner_steps
 
 
 def test_a_duplicate_costs_bytes_and_nothing_else() -> None:
     sim, plain = simulated("noloco", {**KINDS["duplicate"], "for_s": 1000}), simulated("noloco")
     assert sim.recorder.sent_bytes == 2 * plain.recorder.sent_bytes
-    assert sim.ledger.lost_bytes == plain.recorder.sent_bytes
+    assert ledger_of(sim).lost_bytes == plain.recorder.sent_bytes
 
 
 def test_a_delay_is_added_to_each_message() -> None:
     """6 s of an outer step become 9 s."""
     assert [
-        simulated("noloco", KINDS["delay"], seconds=seconds).absorbed
+        simulated("noloco", KINDS["delay"], seconds=seconds).inner_steps
         for seconds in (8.5, 9.5, 17.5, 18.5)
     ] == [0, 8, 8, 16]
 
@@ -269,8 +272,8 @@ def test_a_lost_message_is_sent_again_after_the_timeout() -> None:
     """
     loss = {**KINDS["loss"], "for_s": 2.5, "probability": 0.999999, "between": ["a", "b"]}
     sim = simulated("async_local_sgd", loss, seconds=8.5)
-    assert sim.absorbed == 2 * 4 + 4  # b's are there at 3 + 4 + 1 s
-    assert sim.ledger.lost_bytes == 1_000_000
+    assert sim.inner_steps == 2 * 4 + 4  # b's are there at 3 + 4 + 1 s
+    assert ledger_of(sim).lost_bytes == 1_000_000
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -283,9 +286,9 @@ def test_an_empty_schedule_changes_nothing(method: str) -> None:
         runs.append(
             (
                 sim.now,
-                sim.events,
-                sim.sequence,
-                sim.absorbed,
+                sim.state.events,
+                sim.state.number,
+                sim.inner_steps,
                 sim.recorder.spans,
                 sim.recorder.sent_bytes,
             )
@@ -319,7 +322,7 @@ def told(
 ) -> list[tuple[float, str]]:
     sim = experiment.make_simulator(recipe(method, *schedule, seconds=seconds), None)
     heard: list[tuple[float, str]] = []
-    handle = sim._handle
+    handle = sim.engine.handle
 
     def listen(node: NodeId, message: Message, sender: NodeId) -> None:
         if isinstance(message, Lost | Joined) and str(node) == to:
@@ -329,7 +332,7 @@ def told(
             heard.append((sim.now, f"{type(message).__name__} {message.node}{unreachable}"))
         handle(node, message, sender)
 
-    sim._handle = listen  # type: ignore[method-assign]
+    sim.engine.handle = listen  # type: ignore[method-assign]
     sim.run()
     return heard
 
@@ -380,7 +383,7 @@ def test_all_members_of_a_collective_may_crash() -> None:
     )
     sim = simulated("diloco", *crashes, seconds=80.0)
     assert {str(actor.me): actor.outer_steps for actor in sim.actors.values()} == dict.fromkeys(
-        (A, B), sim.outer_steps()
+        (A, B), sim.holders()[0].outer_steps
     )
     assert len([actor for actor in sim.actors.values() if actor.model() is not None]) == 1
 
@@ -390,7 +393,7 @@ def test_noloco_workers_that_all_crash_go_on_from_their_saves() -> None:
     sim = simulated("noloco", *both, seconds=36.5)
     # Saved at 20 s: three outer steps each. They ask each other at 25 s, are answered at 26 s, and
     # step at 32 s.
-    assert sim.absorbed == 2 * (3 * 4 + 4)
+    assert sim.inner_steps == 2 * (3 * 4 + 4)
 
 
 def test_a_run_in_which_nobody_is_left_ends_and_says_so() -> None:
@@ -498,12 +501,12 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
         profile,
         trainer,
         Recorder(),
-        Stop(seconds=300.0),
-        evaluate_every=10**9,
-        tokens_per_step=1,
+        Plan(seconds=300.0, tokens_per_step=1),
+        numel=trainer.numel,
         parameters=trainer.numel,
         seed=0,
         faults=schedule,
+        observers=[Ledger(frozenset(workers_of(topology)))],
     )
     assert sim.run() == "seconds"
     steps = torch.tensor(trainer.steps + [0] * (trainer.numel - len(trainer.steps)))
@@ -513,7 +516,7 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
         assert all(float(part.max()) <= 1.0 for part in parts)
         return
     [model] = parts
-    assert int(steps[model != 0].sum()) == sim.absorbed
+    assert int(steps[model != 0].sum()) == sim.inner_steps
     assert {round(1 / float(value), 3) for value in model[model != 0]} <= (
         {1.0} if "server" in str(nodes) else {1.0, 2.0, 3.0}
     )
@@ -542,11 +545,11 @@ def test_inner_steps_of_a_worker_that_crashes_are_waited_for_and_thrown_away() -
     sim = experiment.make_simulator(
         recipe("async_local_sgd", {**KINDS["restart"], "at_s": 3}, seconds=17.5), None
     )
-    sim.trainer = Lazy()
+    train_with(sim, Lazy())
     sim.run()
     of_b = [entry for entry in log if B in entry]
     assert of_b == ["give b/w0 due 5", "take b/w0 due 5", "give b/w0 due 21"]
-    assert sim.absorbed == 4 * 4  # of a; what b's job said was heard by nobody
+    assert sim.inner_steps == 4 * 4  # of a; what b's job said was heard by nobody
 
 
 class Reader(NoTraining):
@@ -601,7 +604,7 @@ def test_a_worker_that_restarts_reads_on_from_its_save(
 
     def made() -> Simulator:
         sim = experiment.make_simulator(given, None)
-        sim.trainer = Reader()
+        train_with(sim, Reader())
         return sim
 
     sim = made()
@@ -612,7 +615,9 @@ def test_a_worker_that_restarts_reads_on_from_its_save(
         sim = made()
         experiment.load_checkpoint(tmp_path / "run", given, sim)
     sim.run()
-    of_b = [(first, due_s) for worker, first, due_s in sim.trainer.began if worker == B]  # type: ignore[attr-defined]
+    of_b = [
+        (first, due_s) for worker, first, due_s in sim.engine.setting.trainer.began if worker == B
+    ]  # type: ignore[attr-defined]
     assert of_b == [(0, 5.0), (4, 11.0), (8, 17.0), (batch, 25.0)]
 
 
@@ -625,8 +630,8 @@ def broken(method: str, *schedule: dict[str, Any], seconds: float = 100.0) -> Si
 
 def test_update_fails_if_the_engine_delivers_twice() -> None:
     sim = broken("async_local_sgd")
-    push = sim.push
-    sim.push = lambda time_s, event: [  # type: ignore[method-assign]
+    push = sim.engine.push
+    sim.engine.push = lambda time_s, event: [  # type: ignore[method-assign]
         push(time_s, event)
         for _ in range(2 if isinstance(event, Deliver) and isinstance(event.message, Delta) else 1)
     ]
@@ -643,11 +648,11 @@ def test_update_fails_if_messages_overtake_each_other() -> None:
     sender, to = NodeId("b", "server0"), NodeId("b", "w0")
     first, second = Model(torch.empty(0), 0), Model(torch.empty(0), 1)
     for message in (first, second):
-        sim.ledger.sends(sender, to, message)
+        ledger_of(sim).sends(sender, to, message)
     with pytest.raises(
         Violation, match=r"^invariant update: Model from b/server0 reaches b/w0 before its turn$"
     ):
-        sim.ledger.delivers(sender, to, second, 0.0)
+        ledger_of(sim).delivers(sender, to, second)
 
 
 def test_tokens_fail_if_a_server_counts_an_update_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -671,7 +676,7 @@ def count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_fail_if_what_a_crash_takes_is_not_counted() -> None:
     sim = broken("noloco", {**CRASH, "at_s": 11})
-    sim.ledger.drops = lambda *_: None  # type: ignore[method-assign]
+    ledger_of(sim).loses = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(
         Violation,
         match=r"^invariant bytes: 8,000,000 are sent; 4,000,000 delivered, 0 lost and 0 in flight "
@@ -682,8 +687,8 @@ def test_bytes_fail_if_what_a_crash_takes_is_not_counted() -> None:
 
 def test_clock_fails_if_an_event_lies_in_the_past() -> None:
     sim = broken("noloco")
-    push = sim.push
-    sim.push = lambda time_s, event: push(time_s - 5 if time_s == 10.0 else time_s, event)  # type: ignore[method-assign]
+    push = sim.engine.push
+    sim.engine.push = lambda time_s, event: push(time_s - 5 if time_s == 10.0 else time_s, event)  # type: ignore[method-assign]
     with pytest.raises(Violation, match=r"^invariant clock: an event of 5.0 s comes after 6.0 s$"):
         sim.run()
 
@@ -757,29 +762,31 @@ def test_a_run_with_faults_goes_on_from_a_checkpoint_to_the_bit(
             (actor.me, actor.absorbed, actor.outer_steps, actor.local_updates)
             for actor in sim.actors.values()
         ]
-        heap = sorted((time_s, number, type(event).__name__) for time_s, number, event in sim.heap)
+        heap = sorted(
+            (time_s, number, type(event).__name__) for time_s, number, event in sim.state.heap
+        )
         books = (
-            sim.ledger.trained,
-            sim.ledger.delivered_bytes,
-            sim.ledger.lost_bytes,
-            sim.ledger.began_s,
+            ledger_of(sim).finished,
+            ledger_of(sim).delivered_bytes,
+            ledger_of(sim).lost_bytes,
+            ledger_of(sim).began_s,
         )
         return (
             sim.now,
-            sim.events,
+            sim.state.events,
             heap,
             actors,
             sim.recorder.spans,
             books,
-            sim.trouble.rng.bit_generator.state,
+            sim.state.outages.rng.bit_generator.state,
         )
 
     straight = experiment.make_simulator(given, None)
     straight.run()
-    for stop in (straight.events // 5, straight.events // 2, straight.events - 3):
+    for stop in (straight.state.events // 5, straight.state.events // 2, straight.state.events - 3):
         directory = tmp_path / str(stop)
         sim = experiment.make_simulator(given, None)
-        assert sim.run(lambda sim=sim, stop=stop: sim.events == stop) is None
+        assert sim.run(lambda sim=sim, stop=stop: sim.state.events == stop) is None
         experiment.start_directory(directory, given)
         experiment.save_checkpoint(directory, given, sim, 0.0)
         resumed = experiment.make_simulator(given, None)
@@ -853,9 +860,9 @@ def test_a_recipe_may_leave_its_faults_to_chance(method: str) -> None:
         sim = simulated(
             method, seconds=200.0, faults={"random": drawn, "deadline_s": 5.0, "save_every_s": 10.0}
         )
-        assert sim.faults is not None
-        assert {type(fault) for fault in sim.faults.faults} > {Crash, Slow}
-        return sim.absorbed, sim.events, sim.recorder.sent_bytes
+        assert sim.engine.setting.faults.faults
+        assert {type(fault) for fault in sim.engine.setting.faults.faults} > {Crash, Slow}
+        return sim.inner_steps, sim.state.events, sim.recorder.sent_bytes
 
     assert ran(0) == ran(0) != ran(1)
 
@@ -1112,3 +1119,32 @@ def test_invariants_are_checked_on_request(
         == 1
     )
     assert "archipel: invariant tokens:" in capsys.readouterr().err
+
+
+# What is booked
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_nobody_is_busier_than_the_clock(method: str) -> None:
+    """A job that is lost has taken no longer than until it was lost, however often that happens."""
+    crashes = [
+        {"kind": "crash", "node": node, "at_s": float(at_s), "restart_after_s": 0.5}
+        for at_s in range(5, 60, 5)
+        for node in (A, B)
+    ]
+    settings = {"name": method}
+    if "inner_steps" in methods.load(method).Config.model_fields:
+        settings["inner_steps"] = 40
+    given = recipe(method, *crashes, seconds=60.0, method=settings)
+    sim = experiment.make_simulator(given, None)
+    sim.run()
+    workers = list(sim.engine.setting.step_time_s)
+    idle = sim.recorder.idle_fraction(workers, sim.now)
+    assert idle is not None
+    assert 0 <= idle <= 1
+    busy_s = dict.fromkeys(workers, 0.0)
+    for span in sim.recorder.spans:
+        if span.what == "compute":
+            busy_s[span.node] += min(span.end_s, sim.now) - span.start_s
+    assert all(seconds <= sim.now for seconds in busy_s.values())
+    assert idle == pytest.approx(1 - sum(busy_s.values()) / (len(workers) * sim.now), rel=1e-9)

@@ -230,7 +230,7 @@ def test_synchronous_methods_end_with_the_simulators_weights(method: str, tmp_pa
         summary = experiment.simulate(chosen, pool, tmp_path / "run")
         assert pool is not None
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
-    assert sum(host.snapshots[-1].absorbed for host in holders) == summary["inner_steps"]
+    assert sum(host.snapshots[-1].trained for host in holders) == summary["inner_steps"]
     losses = [
         replica.evaluate(outer.mean([host.snapshots[k].model for host in holders]))[0]
         for k in range(len(marks))
@@ -258,7 +258,7 @@ def test_every_method_comes_to_its_last_mark(method: str) -> None:
         )
     records = fleet.run()
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
-    assert sum(host.snapshots[-1].absorbed for host in holders) >= 200
+    assert sum(host.snapshots[-1].trained for host in holders) >= 200
     assert sum(record.recorder.messages for record in records.values()) > 0
 
 

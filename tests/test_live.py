@@ -353,7 +353,7 @@ def test_a_task_that_fails_is_named_with_its_place(ray: None, tmp_path: Path) ->
     (tmp_path / "mytask.py").write_text(FAILING)
     with pytest.raises(
         TrainingError,
-        match=r"^worker \w+/w\d: the task failed at .*mytask.py:10: ValueError: no more data$",
+        match=r"^worker \w+/w\d: the task failed at .*mytask.py:13: ValueError: no more data$",
     ):
         live.launch(recipe("diloco", task=f"{tmp_path}/mytask.py:make"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

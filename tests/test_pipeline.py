@@ -25,9 +25,11 @@ from archipel import experiment, report
 from archipel.actor import NodeId
 from archipel.errors import UserError
 from archipel.recipe import Recipe, parse_recipe
+from archipel.run.census import Plan
 from archipel.run.metrics import Recorder
-from archipel.sim.clock import Simulator, Stop
+from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
+from archipel.sim.verbs import NodeContext
 from archipel.train.batch import micro
 from archipel.train.cut import balanced, blocks_of, cut_of, look, parts, parts_of
 from archipel.train.data import Shard, shards_of
@@ -375,9 +377,8 @@ def timed(
         recipe.profile,
         NoTraining(),
         Recorder(),
-        Stop(recipe.run.steps),
-        evaluate_every=10**9,
-        tokens_per_step=None,
+        Plan(recipe.run.steps, stages=recipe.pipeline.stages),
+        numel=0,
         parameters=0,
         seed=0,
         pipeline=replace(one, work=work) if one else None,
@@ -397,7 +398,7 @@ def test_the_clock_of_a_run_has_the_bubble(stages: int, parts: int, routing: str
         }
     )
     assert run.run() == "steps"
-    assert run.absorbed == replicas * 8
+    assert run.inner_steps == replicas * 8
     assert run.now == pytest.approx(8 / stages * (parts + stages - 1) / parts, rel=1e-9)
     busy = parts / (parts + stages - 1)
     assert run.recorder.idle_fraction(list(run.actors), run.now) == pytest.approx(
@@ -662,13 +663,13 @@ def test_a_noloco_run_has_no_collective(
     simulate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reduced: list[Any] = []
-    collective = Simulator.all_reduce
+    collective = NodeContext.all_reduce
 
     def counted(*arguments: Any) -> None:
         reduced.append(arguments)
         collective(*arguments)
 
-    monkeypatch.setattr(Simulator, "all_reduce", counted)
+    monkeypatch.setattr(NodeContext, "all_reduce", counted)
     summary = simulate(staged_recipe(), tmp_path / "noloco")
     assert summary["outer_steps"] == 3
     assert summary["inner_steps"] == 60

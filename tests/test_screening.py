@@ -18,7 +18,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inline import PLAIN, Inline, Quadratic, linear_task, model_of, simulator, workers_of
+from inline import (
+    PLAIN,
+    Inline,
+    Quadratic,
+    ledger_of,
+    linear_task,
+    model_of,
+    simulator,
+    train_with,
+    workers_of,
+)
 from torch import Tensor
 
 from archipel import checkpoint, cli, experiment, methods, report
@@ -27,9 +37,11 @@ from archipel.errors import Diverged, TrainingError, UserError
 from archipel.methods import noloco
 from archipel.parameter_server import Delta
 from archipel.recipe import Recipe, parse_recipe, read_recipe
+from archipel.run import wire
+from archipel.run.census import Plan
 from archipel.run.metrics import Recorder, merged
-from archipel.run.screening import Screen, ScreeningConfig, vectors_of
-from archipel.sim.clock import Simulator, Stop
+from archipel.run.screening import Screen, ScreeningConfig
+from archipel.sim.clock import Simulator
 from archipel.sim.topology import Profile, Topology
 from archipel.train.pool import Pool
 from archipel.train.replica import Run
@@ -103,8 +115,8 @@ def test_the_rule_is_that_of_a_few_lines_of_numpy(
 def test_all_vectors_must_be_finite_from_the_first_update_on(value: float) -> None:
     screen, bad, good = Screen(ScreeningConfig()), torch.tensor([1.0, value]), torch.ones(2)
     for update in (Delta(bad, 4), noloco.Exchange(bad, good, 0), noloco.Exchange(good, bad, 0)):
-        assert screen.refuses(vectors_of(update), 1) == "it is not finite"
-    assert screen.refuses(vectors_of(noloco.Exchange(good, good, 0)), 1) is None
+        assert screen.refuses(wire.vectors(update), 1) == "it is not finite"
+    assert screen.refuses(wire.vectors(noloco.Exchange(good, good, 0)), 1) is None
     assert screen.norms == [1.0]
 
 
@@ -178,7 +190,7 @@ def marked(method: str, poison: dict[tuple[NodeId, int], float], **more: Any) ->
         "topology": THREE,
         "profile": TINY,
         "settings": PLAIN[method],
-        "stop": Stop(seconds=60.0),
+        "plan": Plan(seconds=60.0),
     } | more
     sim = simulator(method, trainer, theta=torch.zeros(trainer.numel), **fields)
     assert sim.run() == "seconds"
@@ -187,10 +199,10 @@ def marked(method: str, poison: dict[tuple[NodeId, int], float], **more: Any) ->
 
 def shares(sim: Simulator, part: Tensor) -> dict[tuple[NodeId, int], float]:
     """How much of each job is in a model."""
-    assert not part[len(sim.trainer.jobs) :].any()  # type: ignore[attr-defined]
+    assert not part[len(sim.engine.setting.trainer.jobs) :].any()  # type: ignore[attr-defined]
     return {
         job: round(float(share), 4)
-        for job, share in zip(sim.trainer.jobs, part, strict=False)
+        for job, share in zip(sim.engine.setting.trainer.jobs, part, strict=False)
         if share
     }  # type: ignore[attr-defined]
 
@@ -203,15 +215,15 @@ def test_a_server_does_without_a_bad_update(method: str, kind: str) -> None:
     """
     clean, sim = marked(method, {}), marked(method, {(BAD, 5): POISON[kind]}, screening=QUICK)
     expected, found = shares(clean, clean.parts()[0]), shares(sim, sim.parts()[0])
-    assert sim.trainer.jobs == clean.trainer.jobs  # type: ignore[attr-defined]
+    assert sim.engine.setting.trainer.jobs == clean.engine.setting.trainer.jobs  # type: ignore[attr-defined]
     if method == "async_local_sgd":
         assert found == {job: share for job, share in expected.items() if job != (BAD, 5)}
-        assert sim.absorbed == clean.absorbed - 4
+        assert sim.inner_steps == clean.inner_steps - 4
     else:  # one update later than in the clean run the server has K of them
         assert (BAD, 5) in expected
         assert (BAD, 5) not in found
         assert set(found.values()) == {1.0}
-        assert sim.absorbed == 4 * len(found)
+        assert sim.inner_steps == 4 * len(found)
         assert (
             sum(actor.local_updates for actor in sim.actors.values())
             == sum(a.local_updates for a in clean.actors.values()) - 1
@@ -234,7 +246,7 @@ def test_a_collective_does_without_a_bad_contribution(method: str, kind: str) ->
     del expected[BAD, 5]
     assert shares(sim, sim.parts()[0]) == expected
     steps = PLAIN[method].get("inner_steps", 1)
-    assert (sim.absorbed, clean.absorbed) == (steps * (3 * rounds - 1), steps * 3 * rounds)
+    assert (sim.inner_steps, clean.inner_steps) == (steps * (3 * rounds - 1), steps * 3 * rounds)
     assert sim.recorder.refused == {BAD: 1}
     assert sim.recorder.spans == clean.recorder.spans
 
@@ -285,7 +297,7 @@ def test_a_worker_of_noloco_that_is_alone_refuses_its_own() -> None:
     assert set(found.values()) == {1.0}
     assert (A, 3) not in found
     assert (A, 4) in found
-    assert sim.absorbed == 4 * len(found)
+    assert sim.inner_steps == 4 * len(found)
 
 
 @pytest.mark.parametrize("method", ["diloco", "sync_sgd"])
@@ -332,7 +344,7 @@ def test_if_all_are_refused_there_is_no_step_in_that_round(method: str) -> None:
 
     clean, sim = run(None), run(3)
     assert torch.equal(model_of(sim), model_of(clean))
-    assert sim.absorbed == clean.absorbed
+    assert sim.inner_steps == clean.inner_steps
     assert sim.actors[A].round == clean.actors[A].round + 1  # type: ignore[attr-defined]
     assert sim.recorder.refused == dict.fromkeys((A, B, C), 1)
     if method == "diloco":
@@ -347,7 +359,7 @@ def test_a_report_of_halos_can_be_refused_and_is_answered() -> None:
         "topology": THREE,
         "profile": TINY,
         "settings": PLAIN["halos"],
-        "stop": Stop(seconds=60.0),
+        "plan": Plan(seconds=60.0),
         "theta": torch.zeros(400),
     }
     clean, sim = (simulator("halos", Marked({}), screening=QUICK, **fields) for _ in range(2))
@@ -358,8 +370,8 @@ def test_a_report_of_halos_can_be_refused_and_is_answered() -> None:
     assert sim.recorder.refused == {NodeId("r", "server0"): 1}
     expected, found = shares(clean, clean.parts()[0]), shares(sim, sim.parts()[0])
     assert found.items() < expected.items()
-    assert sim.absorbed == 4 * len(found)
-    assert sim.events == clean.events
+    assert sim.inner_steps == 4 * len(found)
+    assert sim.state.events == clean.state.events
 
 
 def test_without_screening_a_bad_update_is_in_the_model() -> None:
@@ -429,7 +441,7 @@ def failing(
         topology=THREE,
         profile=TINY,
         settings=settings,
-        stop=Stop(seconds=seconds),
+        plan=Plan(seconds=seconds),
         **more,
     )
 
@@ -439,17 +451,17 @@ def test_one_worker_with_a_loss_that_is_not_finite_begins_again(method: str) -> 
     sim = failing(method, lambda worker, number: worker == BAD and number == 3)
     assert sim.run() == "seconds"
     assert sim.recorder.restarted == {BAD: 1}
-    assert sim.trainer.resets == [BAD]  # type: ignore[attr-defined]
+    assert sim.engine.setting.trainer.resets == [BAD]  # type: ignore[attr-defined]
     last = {
         worker: max(t.time_s for t in sim.recorder.trainings if t.node == worker)
-        for worker in sim.step_time_s
+        for worker in sim.engine.setting.step_time_s
     }
     assert min(last.values()) > 90
     assert bool(torch.isfinite(model_of(sim)).all())
     usual = failing(method, lambda worker, number: False)
     usual.run()
     steps = methods.load(method).Config.model_fields.get("inner_steps")
-    assert 0 < usual.absorbed - sim.absorbed <= 3 * (4 if steps else 1) * (1 if steps else 3)
+    assert 0 < usual.inner_steps - sim.inner_steps <= 3 * (4 if steps else 1) * (1 if steps else 3)
 
 
 @pytest.mark.parametrize("method", ["async_local_sgd", "halos"])
@@ -585,7 +597,7 @@ def test_in_stages_it_ends_the_run() -> None:
         def train_stages(self, team: Any, thetas: Any, *_: Any) -> Any:
             return [Raises(NodeId("r", f"w{i}"), 7) for i in range(len(thetas))]
 
-    sim.trainer = Trainer()
+    train_with(sim, Trainer())
     with pytest.raises(
         Diverged,
         match=r"^worker r/w\d: the training loss is nan at its inner step 7, after .* clock; try a "
@@ -636,23 +648,25 @@ def test_the_books_hold_whatever_is_not_finite(method: str, seed: int) -> None:
         def gradient(self, worker: NodeId, *arguments: Any) -> Any:
             return self._maybe(worker, super().gradient(worker, *arguments))
 
-    sim.trainer = Trainer()
+    train_with(sim, Trainer())
     assert sim.run() == "seconds"
     assert sum(sim.recorder.restarted.values()) > 5
     assert all(
-        sim.ledger.began_s[worker] > 370 for worker in sim.step_time_s if str(worker) != "b/w1"
+        ledger_of(sim).began_s[worker] > 370
+        for worker in sim.engine.setting.step_time_s
+        if str(worker) != "b/w1"
     )
 
 
 def test_a_member_is_in_one_all_reduce_at_a_time() -> None:
     sim = failing("diloco", lambda worker, number: False)
-    sim.all_reduce(A, (A, B), torch.zeros(8), 0)
+    sim.engine.contexts[A].all_reduce((A, B), torch.zeros(8), 0)
     with pytest.raises(
         TrainingError,
         match=r"^r/w0 called all_reduce while it waits in one: a member is in one all-reduce at a "
         r"time$",
     ):
-        sim.all_reduce(A, (A, B), torch.zeros(8), 1)
+        sim.engine.contexts[A].all_reduce((A, B), torch.zeros(8), 1)
 
 
 # Records
@@ -884,10 +898,10 @@ def test_a_run_with_all_of_it_goes_on_from_a_checkpoint_to_the_bit(
     assert left["summary"]["final_loss"] < 4.0
     assert straight.now > 11.0
     for number, stop in enumerate((0.3, 0.6, 0.9)):
-        directory, at = tmp_path / str(number), int(stop * straight.events)
+        directory, at = tmp_path / str(number), int(stop * straight.state.events)
         sim = experiment.make_simulator(given, pool)
         experiment.start_directory(directory, given)
-        assert sim.run(lambda sim=sim, at=at: sim.events == at) is None
+        assert sim.run(lambda sim=sim, at=at: sim.state.events == at) is None
         experiment.save_checkpoint(directory, given, sim, 0.0)
         assert checkpoint.checkpoints(directory / "checkpoint")
         experiment.simulate(given, pool, directory, resume=True)

@@ -11,8 +11,9 @@ from inline import PROFILE, Quadratic, model_of, simulator
 
 from archipel.actor import Actor, Context, Message, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.sim.clock import Stop
+from archipel.run.census import Plan
 from archipel.sim.topology import Link, Profile, RegionLink, Topology
+from archipel.train.trainer import NoTraining
 
 A, B, C = NodeId("a", "w0"), NodeId("b", "w0"), NodeId("b", "w1")
 TINY = Profile(name="tiny", model_bytes=1_000_000, step_time_s=1.0)
@@ -58,7 +59,7 @@ class Scripted(Actor):
         return (A, B, C)
 
 
-def run(actors: list[Actor], topology: Topology, stop: Stop, trainer: object = None):
+def run(actors: list[Actor], topology: Topology, plan: Plan, trainer: object = None):
     sim = simulator(
         "",
         trainer or Quadratic(),
@@ -66,7 +67,7 @@ def run(actors: list[Actor], topology: Topology, stop: Stop, trainer: object = N
         actors=actors,
         theta=torch.zeros(8),
         profile=TINY,
-        stop=stop,
+        plan=plan,
     )
     return sim, sim.run()
 
@@ -75,7 +76,7 @@ def test_a_message_takes_bytes_over_bandwidth_and_training_takes_steps_over_spee
     a = Scripted(me=A, script={"Start": lambda ctx, _: ctx.send(B, Parcel(torch.zeros(8)))})
     b = Scripted(me=B, script={"Parcel": lambda ctx, _: ctx.train(torch.zeros(8), 3, 0)})
     c = Scripted(me=C, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 2, 0)})
-    sim, _ = run([a, b, c], two_regions(), Stop(steps=5))
+    sim, _ = run([a, b, c], two_regions(), Plan(steps=5))
     assert b.heard == [
         (0.0, "Start from b/w0"),
         (1.0, "Parcel from a/w0"),
@@ -93,7 +94,7 @@ def test_events_at_one_time_keep_the_order_of_their_sequence_numbers() -> None:
     order: list[str] = []
     a = Scripted(me=A, script={"Start": start, "Note": lambda ctx, note: order.append(note.text)})
     b = Scripted(me=B, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 9, 0)})
-    run([a, b], two_regions(), Stop(steps=1))
+    run([a, b], two_regions(), Plan(steps=1))
     assert order == ["x", "y", "z"]
 
 
@@ -106,7 +107,7 @@ def test_jitter_never_reorders_messages_between_two_nodes() -> None:
     a = Scripted(me=A, script={"Start": start})
     b = Scripted(me=B, script={"Parcel": lambda ctx, parcel: numbers.append(parcel.number)})
     c = Scripted(me=C, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 10**6, 0)})
-    run([a, b, c], two_regions(latency_ms=500, jitter=1.0, bandwidth_gbit_s=100), Stop(steps=1))
+    run([a, b, c], two_regions(latency_ms=500, jitter=1.0, bandwidth_gbit_s=100), Plan(steps=1))
     assert numbers == list(range(200))
 
 
@@ -132,7 +133,7 @@ def test_gradients_are_waited_for_only_when_they_are_due() -> None:
         Scripted(me=node, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 1, 0)})
         for node in (C, A, B)
     ]
-    run(actors, two_regions(), Stop(steps=3), Lazy())
+    run(actors, two_regions(), Plan(steps=3), Lazy())
     assert log == [
         "give b/w1 due 2",
         "give a/w0 due 1",
@@ -163,7 +164,7 @@ def test_an_all_reduce_starts_when_the_last_member_calls_and_gives_all_the_mean(
         actors=actors,
         theta=torch.zeros(8),
         profile=TINY,
-        stop=Stop(seconds=100),
+        plan=Plan(seconds=100),
     )
     with pytest.raises(TrainingError, match="deadlock"):
         sim.run()
@@ -179,7 +180,7 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
     """C never joins, and B's message never comes."""
     a = Scripted(me=A, script={"Start": lambda ctx, _: ctx.all_reduce((A, C), torch.zeros(8))})
     with pytest.raises(TrainingError) as error:
-        run([a, Scripted(me=B), Scripted(me=C)], two_regions(), Stop(steps=1))
+        run([a, Scripted(me=B), Scripted(me=C)], two_regions(), Plan(steps=1))
     assert str(error.value) == (
         "deadlock at 0 s after 0 inner steps: a/w0 waits in an all-reduce of 2 for b/w1, "
         "b/w0 waits for a message, b/w1 waits for a message"
@@ -195,7 +196,7 @@ def test_a_noloco_worker_in_a_deadlock_names_its_peer() -> None:
         settings={"inner_steps": 2},
     )
     silent = Scripted(me=NodeId("a", "w1"))
-    sim.actors[silent.me] = silent
+    sim.state.nodes[silent.me].actor = silent
     with pytest.raises(
         TrainingError,
         match=r"a/w0 waits for the exchange of outer step 0 from a/w1, a/w1 waits for a message$",
@@ -210,7 +211,7 @@ def test_a_message_to_nobody_is_an_error() -> None:
     with pytest.raises(
         TrainingError, match=r"^a/w0 sent Note to b/nobody, and there is no such node$"
     ):
-        run([a], two_regions(), Stop(steps=1))
+        run([a], two_regions(), Plan(steps=1))
 
 
 def test_training_twice_at_once_is_an_error() -> None:
@@ -219,7 +220,7 @@ def test_training_twice_at_once_is_an_error() -> None:
         ctx.train(torch.zeros(8), 1, 0)
 
     with pytest.raises(TrainingError, match=r"^a/w0 asked to train while it is training"):
-        run([Scripted(me=A, script={"Start": twice})], two_regions(), Stop(steps=1))
+        run([Scripted(me=A, script={"Start": twice})], two_regions(), Plan(steps=1))
 
 
 def test_two_transfers_share_a_link_fairly_and_one_has_it_alone_again() -> None:
@@ -240,7 +241,7 @@ def test_two_transfers_share_a_link_fairly_and_one_has_it_alone_again() -> None:
         )
         a = Scripted(me=A, script={"Parcel": lambda ctx, _, times=times: times.append(ctx.now)})
         a.script["Start"] = lambda ctx, _: ctx.train(torch.zeros(8), 50, 0)
-        run([a, b, c], topology, Stop(steps=50))
+        run([a, b, c], topology, Plan(steps=50))
     assert arrivals == {
         "fair": [pytest.approx(1.5), pytest.approx(2.0)],
         "none": [pytest.approx(1.0), pytest.approx(1.5)],
@@ -258,23 +259,23 @@ def test_transfers_in_opposite_directions_do_not_share() -> None:
         me=B, script={**script, "Start": lambda ctx, _: ctx.send(A, Parcel(torch.zeros(8)))}
     )
     c = Scripted(me=C, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 50, 0)})
-    run([a, b, c], topology, Stop(steps=50))
+    run([a, b, c], topology, Plan(steps=50))
     assert times == [pytest.approx(1.0)] * 2
 
 
 def test_a_run_ends_at_its_seconds() -> None:
     sim = simulator(
-        "diloco", Quadratic(), topology="halos-4x4", stop=Stop(steps=10**9, seconds=300.0)
+        "diloco", Quadratic(), topology="halos-4x4", plan=Plan(steps=10**9, seconds=300.0)
     )
     assert sim.run() == "seconds"
     assert sim.now == 300.0
-    assert sim.outer_steps() == 3  # rounds of 97.9 s
+    assert sim.holders()[0].outer_steps == 3  # rounds of 97.9 s
 
 
 def test_a_run_ends_at_its_target_loss() -> None:
     trainer = Quadratic()
     sim = simulator(
-        "diloco", trainer, topology="halos-4x4", stop=Stop(10**9, None, 1e-3), evaluate_every=1
+        "diloco", trainer, topology="halos-4x4", plan=Plan(10**9, None, 1e-3), evaluate_every=1
     )
     assert sim.run() == "target_loss"
     losses = [evaluation.loss for evaluation in sim.recorder.evaluations]
@@ -354,14 +355,14 @@ def test_one_long_round_is_no_such_run() -> None:
         "diloco", Quadratic(), topology="halos-4x4", settings={"inner_steps": 1000}, steps=100
     )
     sim.run()
-    assert sim.absorbed == 16_000
+    assert sim.inner_steps == 16_000
 
 
 def test_idle_time_counts_a_step_that_is_cut_by_the_end_of_the_run() -> None:
     """A trains 1 of 1 s; C's 2 s end after the run does."""
     a = Scripted(me=A, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 1, 0)})
     c = Scripted(me=C, script={"Start": lambda ctx, _: ctx.train(torch.zeros(8), 1, 0)})
-    sim, _ = run([a, c], two_regions(), Stop(steps=1))
+    sim, _ = run([a, c], two_regions(), Plan(steps=1))
     assert sim.now == 1.0
     assert sim.recorder.idle_fraction([A, C], sim.now) == 0.0
     assert sim.recorder.idle_fraction([A, B, C], sim.now) == pytest.approx(1 / 3)
@@ -370,7 +371,7 @@ def test_idle_time_counts_a_step_that_is_cut_by_the_end_of_the_run() -> None:
 def test_random_numbers_of_a_node_depend_on_the_seed_and_the_node_alone() -> None:
     def draws(seed: int) -> list[float]:
         sim = simulator("noloco", Quadratic(), topology="halos-4x4", seed=seed)
-        return [float(context.rng.random()) for context in sim.contexts.values()]
+        return [float(context.rng.random()) for context in sim.engine.contexts.values()]
 
     assert draws(0) == draws(0)
     assert len({*draws(0), *draws(1)}) == 32
@@ -388,3 +389,18 @@ def test_the_profile_counts_each_vector_of_a_message() -> None:
     sim.run()
     assert sim.recorder.sent_bytes == sim.recorder.messages * 2 * PROFILE.model_bytes
     assert sim.recorder.messages == 2
+
+
+@pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco", "async_local_sgd"])
+def test_many_workers_take_their_one_round_of_few_steps(method: str) -> None:
+    """A round of all workers may be longer than the plan: that is no run without outer steps."""
+    sim = simulator(method, NoTraining(), topology="internet-300", theta=torch.zeros(0), steps=10)
+    assert sim.run() == "steps"
+    assert sim.inner_steps >= 10
+    assert sim.holders()[0].outer_steps <= 1 or method == "async_local_sgd"
+
+
+def test_setting_up_and_losing_nodes_grows_with_their_number_alone() -> None:
+    """Nodes that give one tuple of peers share one set of them."""
+    sim = simulator("noloco", NoTraining(), topology="internet-50", theta=torch.zeros(0))
+    assert len({id(peers) for peers in sim.engine.setting.peers.values()}) == 1

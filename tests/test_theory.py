@@ -186,7 +186,7 @@ def test_monte_carlo_would_notice_a_wrong_number_of_workers() -> None:
     for _ in range(3):
         v = moments.step_spread(replace(s, workers=None), v)
     with pytest.raises(AssertionError):
-        assert_agrees(moments(*state)[1], v)
+        assert_agrees(estimates(*state)[1], v)
 
 
 @pytest.mark.parametrize(("workers", "size"), [(4, 2), (5, 2), (6, 3)])

@@ -44,6 +44,16 @@ Group = tuple[NodeId, ...]
 class Message:
     """What actors say to each other. Vectors inside are never changed after sending."""
 
+    @property
+    def weight(self) -> float | None:
+        """What this message weighs on its way: 1 is all the weights that its sender holds, as fp32.
+
+        None, as here: as much as the tensors among its fields, and where nothing is trained each of
+        them counts as a whole model. A message that carries less than that, a fragment or a code of
+        fewer bits, states its weight, so that a run without gradients is timed right too.
+        """
+        return None
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Start(Message):
@@ -174,14 +184,20 @@ class Context(Protocol):
         back to me.
         """
 
-    def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
+    def all_reduce(
+        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
+    ) -> None:
         """Mean over `group`, once every member has called with this `round`; `Reduced` comes back
         to me.
 
-        Whom the first of `group` names is waited for by all, and no longer than until it is lost.
-        If it is lost in the middle, the others begin again. A member waits for one mean at a time.
-        Where members can be lost, `round` must go up from call to call: it tells those who begin
-        again from those who go on.
+        The first of `group` decides who takes part: all members wait for everybody whom it names. A
+        member that is lost is waited for no longer; if that happens while the mean is computed, the
+        others begin again without it. A member waits for one mean at a time. Where members can be
+        lost, `round` must go up from call to call: it tells those who begin again from those who go
+        on.
+
+        `share` is the part of a model that `vector` is; None: as large as it is, and where nothing
+        is trained a whole model. All members give the same.
         """
 
 
@@ -191,8 +207,8 @@ class Actor(ABC):
 
     Attributes:
         me: this actor's address.
-        absorbed: inner steps that `model()` has absorbed, summed over the workers that took them. 0
-            where there is no model.
+        absorbed: inner steps that are in `model()`, summed over the workers that took them. 0 where
+            there is no model.
         outer_steps: outer steps that this actor has taken on the model that a user takes home.
         local_updates: outer steps that it has taken on a model that only its region sees.
     """
@@ -201,6 +217,16 @@ class Actor(ABC):
     absorbed: int = 0
     outer_steps: int = 0
     local_updates: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Inner steps that count for the plan of the run: those that workers have taken, as far as
+        this actor has been told.
+
+        They are the `absorbed` ones, unless the method trains steps that never reach the model that
+        a user takes home; it then has a field of this name. 0 where there is no model.
+        """
+        return self.absorbed
 
     @abstractmethod
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
@@ -233,6 +259,14 @@ class Worker:
     speed: float = 1.0
 
 
+class Block(NamedTuple):
+    """One tensor of the model: the entries from `start` to `stop` of every vector of weights."""
+
+    name: str
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class World:
     """What every method is told when its actors are made, and what never changes afterwards.
@@ -242,11 +276,14 @@ class World:
         parameters: how many leading entries of the weight vector are parameters; the rest are
             buffers.
         seed: the seed that all nodes share.
+        blocks: the model's tensors in the order of the vector, so that a method can send a fragment
+            of it; empty where nothing is trained.
     """
 
     workers: tuple[Worker, ...]
     parameters: int
     seed: int
+    blocks: tuple[Block, ...] = ()
 
     @property
     def regions(self) -> tuple[str, ...]:

@@ -33,12 +33,14 @@ from torch import Tensor
 
 import archipel
 from archipel import checkpoint, methods, outer
-from archipel.actor import Actor, NodeId, Vector, World
+from archipel.actor import Actor, NodeId, Vector, Worker, World
 from archipel.checkpoint import Every, Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import DEFAULT_STEPS, Recipe
+from archipel.run.census import Plan
+from archipel.run.invariants import Ledger
 from archipel.run.metrics import Recorder
-from archipel.sim.clock import Simulator, Stop
+from archipel.sim.clock import Simulator
 from archipel.sim.faults import make_faults
 from archipel.sim.network import Network
 from archipel.sim.topology import Profile
@@ -48,7 +50,7 @@ from archipel.train.pipeline import Pipeline, split
 from archipel.train.pool import Pool
 from archipel.train.replica import Run
 from archipel.train.task import NoTask, Task
-from archipel.train.trainer import NoTraining, Trainer
+from archipel.train.trainer import NoTraining
 from archipel.vector import Layout
 
 Progress = Callable[[int, int, float], None]
@@ -151,19 +153,13 @@ def build_actors(
     """
     method, workers, seed = methods.load(recipe.method), recipe.topology.workers, recipe.run.seed
     if pipeline is None:
-        return list(
-            method.build(
-                recipe.config, World(workers, layouts[0].parameters if layouts else 0, seed), theta
-            )
-        )
+        return list(method.build(recipe.config, _world(workers, layouts[:1], seed), theta))
     actors: list[Actor] = []
     thetas = split(theta, layouts) if layouts else [theta] * pipeline.stages
     for k, nodes in enumerate(pipeline.nodes):
         # Each stage draws its own random peers.
         stage_seed = int(np.random.default_rng((seed, 0x57A6E, k)).integers(2**31))
-        world = World(
-            workers[k :: pipeline.stages], layouts[k].parameters if layouts else 0, stage_seed
-        )
+        world = _world(workers[k :: pipeline.stages], layouts[k : k + 1], stage_seed)
         built = method.build(recipe.config, world, thetas[k])
         if {actor.me for actor in built} != set(nodes):
             servers = ", ".join(str(actor.me) for actor in built if actor.me not in nodes)
@@ -180,6 +176,12 @@ def build_actors(
             "pipeline take equally many inner steps"
         )
     return actors
+
+
+def _world(workers: Sequence[Worker], layout: Sequence[Layout], seed: int) -> World:
+    """What a method is told; `layout` is empty where nothing is trained."""
+    parameters = layout[0].parameters if layout else 0
+    return World(tuple(workers), parameters, seed, layout[0].blocks if layout else ())
 
 
 def check_reachable(recipe: Recipe) -> None:
@@ -294,7 +296,7 @@ def simulate(
             )
         except KeyboardInterrupt:
             with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
-                simulator.collect_evaluations()  # those under way take a moment each
+                simulator.state.evaluations.collect()  # those under way take a moment each
             leave(
                 directory,
                 recipe,
@@ -324,21 +326,12 @@ def make_simulator(
     """
     assert recipe.profile is not None
     tokens_per_step = pool.task.tokens_per_step if pool else None
-    steps, seed, workers = (
-        planned_steps(recipe, tokens_per_step),
-        recipe.run.seed,
-        recipe.topology.workers,
-    )
-    pipeline = pipeline_of(recipe)
+    steps, seed = planned_steps(recipe, tokens_per_step), recipe.run.seed
+    pipeline, theta, layouts = pipeline_of(recipe), torch.empty(0), list[Layout]()
     if pool:
         pool.begin(Run(steps, recipe.replicas, seed))
+        theta = pool.replica.first.clone()
         layouts = [replica.layout for replica in pool.stages]
-        theta, parameters = (
-            pool.replica.first.clone(),
-            pool.replica.layout.parameters,
-        )
-    else:
-        theta, parameters, layouts = torch.empty(0), 0, []
     actors = build_actors(recipe, pipeline, theta, layouts)
     if pool and pipeline:
         pipeline = replace(
@@ -348,25 +341,32 @@ def make_simulator(
             work=cut_of(pool.task, pipeline.stages, pipeline.micro_batches).work,
             clips=pool.task.gradient_clip is not None,
         )
-    trainer: Trainer = pool or NoTraining()
+    nodes = [actor.me for actor in actors]
+    workers = recipe.topology.workers
+    faulty = recipe.faults is not None
     return Simulator(
         actors,
         workers,
         Network(recipe.topology, np.random.default_rng((seed, 0x2E7))),
         recipe.profile,
-        trainer,
-        Recorder(on_progress=lambda absorbed, now: progress(min(absorbed, steps), steps, now)),
-        Stop(steps, recipe.run.seconds, recipe.run.target_loss),
-        evaluate_every=max(1, steps // recipe.run.evaluations),
-        tokens_per_step=tokens_per_step,
-        parameters=parameters,
+        pool or NoTraining(),
+        Recorder(on_progress=lambda trained, now: progress(min(trained, steps), steps, now)),
+        Plan(
+            steps,
+            recipe.run.seconds,
+            recipe.run.target_loss,
+            evaluate_every=max(1, steps // recipe.run.evaluations),
+            tokens_per_step=tokens_per_step,
+            stages=recipe.pipeline.stages,
+            strict=recipe.run.strict,
+        ),
+        numel=len(theta),
+        parameters=pool.replica.layout.parameters if pool else 0,
         seed=seed,
         pipeline=pipeline,
-        faults=make_faults(recipe.faults, recipe.topology, [actor.me for actor in actors], seed)
-        if recipe.faults
-        else None,
+        faults=make_faults(recipe.faults, recipe.topology, nodes, seed) if recipe.faults else None,
         screening=recipe.screening(live=False),
-        strict=recipe.run.strict,
+        observers=[Ledger(frozenset(worker.id for worker in workers))] if faulty else [],
     )
 
 
@@ -392,10 +392,10 @@ def _when_to_save(
     """
     match every:
         case Every(tokens=int(tokens)):
-            assert simulator.tokens_per_step is not None
-            per_step = simulator.tokens_per_step
-            mark = (simulator.absorbed * per_step // tokens + 1) * tokens
-            return lambda: interrupted() or simulator.absorbed * per_step >= mark
+            per_step = simulator.state.census.plan.tokens_per_step
+            assert per_step is not None
+            mark = (simulator.inner_steps * per_step // tokens + 1) * tokens
+            return lambda: interrupted() or simulator.inner_steps * per_step >= mark
         case Every(seconds=float(seconds)):
             end_s = time.monotonic() + seconds
             return lambda: interrupted() or time.monotonic() >= end_s
@@ -413,13 +413,13 @@ def save_checkpoint(
         UserError, TrainingError: see `checkpoint.save`; and a process of the pool may have died.
     """
     trainer = (
-        simulator.trainer.state()
+        simulator.engine.setting.trainer.state()
     )  # first: it waits for all jobs, whose results are part of the simulator's state
-    state = {"trainer": trainer, "simulator": simulator.state(), "wall_s": wall_s}
+    state = {"trainer": trainer, "simulator": simulator.state, "wall_s": wall_s}
     surroundings = _surroundings(recipe, simulator)
     return checkpoint.save(
         directory / CHECKPOINTS,
-        simulator.events,
+        simulator.state.events,
         state,
         surroundings,
         _recipe_text(directory),
@@ -437,18 +437,13 @@ def load_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator) -> fl
     state = checkpoint.load(
         directory / CHECKPOINTS, _surroundings(recipe, simulator), _recipe_text(directory)
     )
-    simulator.trainer.restore(state["trainer"])
+    simulator.engine.setting.trainer.restore(state["trainer"])
     simulator.restore(state["simulator"])
     return float(state["wall_s"])
 
 
 def _surroundings(recipe: Recipe, simulator: Simulator) -> Surroundings:
-    things = {
-        "simulator": simulator,
-        "trainer": simulator.trainer,
-        "on_progress": simulator.recorder.on_progress,
-    }
-    return Surroundings(things, [cast(ModuleType, methods.load(recipe.method))])
+    return Surroundings(simulator.fixed, [cast(ModuleType, methods.load(recipe.method))])
 
 
 def _recipe_text(directory: Path) -> str:
@@ -489,7 +484,9 @@ class Ended:
 
     Attributes:
         time_s: on the engine's clock.
-        inner_steps, outer_steps, local_updates: see `actor.Actor`.
+        inner_steps: that have been trained; see `actor.Actor`.
+        absorbed_steps: those of them that are in the model to take home.
+        outer_steps, local_updates: see `actor.Actor`.
         parts: those whose mean is the model to take home.
         nodes: all of them.
         recorder: what happened.
@@ -502,6 +499,7 @@ class Ended:
 
     time_s: float
     inner_steps: int
+    absorbed_steps: int
     outer_steps: int
     local_updates: int
     parts: Sequence[Vector]
@@ -517,13 +515,14 @@ class Ended:
 
 
 def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
-    profile = recipe.profile
+    profile, faults = recipe.profile, simulator.engine.setting.faults.faults
     assert profile is not None
     return Ended(
         time_s=simulator.now,
-        inner_steps=simulator.absorbed,
-        outer_steps=simulator.outer_steps(),
-        local_updates=simulator.local_updates(),
+        inner_steps=simulator.inner_steps,
+        absorbed_steps=simulator.absorbed_steps,
+        outer_steps=simulator.holders()[0].outer_steps,
+        local_updates=sum(actor.local_updates for actor in simulator.actors.values()),
         parts=simulator.parts(),
         nodes=list(simulator.actors),
         recorder=simulator.recorder,
@@ -537,7 +536,7 @@ def _ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step "
         "at full speed)"
         + in_stages(recipe)
-        + (f", {len(simulator.faults.faults)} faults on purpose" if simulator.books else ""),
+        + (f", {len(faults)} faults on purpose" if recipe.faults is not None else ""),
         clock="modelled",
         processes=len(pool.processes) if pool else 0,
     )
@@ -556,6 +555,10 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "time_s": ended.time_s,
         "inner_steps": ended.inner_steps,
         "tokens": task and ended.inner_steps * task.tokens_per_step,
+        "absorbed_steps": ended.absorbed_steps,
+        "unreported_fraction": 1 - ended.absorbed_steps / ended.inner_steps
+        if ended.inner_steps
+        else None,
         "outer_steps": ended.outer_steps or None,
         "local_updates": ended.local_updates or None,
         "messages": recorder.messages,

@@ -118,7 +118,7 @@ def outcome_of(recipe: dict[str, Any]) -> Outcome:
     line, ledger, failure = json.dumps(recipe, separators=(", ", ": ")), Ledger(), None
     try:
         simulator = experiment.make_simulator(parse_recipe(deepcopy(recipe)), None)
-        ledger = simulator.ledger
+        [ledger] = [one for one in simulator.state.observers if isinstance(one, Ledger)]
         simulator.run()
     except Violation as error:
         failure = Failure(line, error.invariant, str(error))

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from archipel.actor import Block
+
 COMPILE_PREFIX = "_orig_mod."
 COUNTING = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -122,6 +124,11 @@ class Layout:
         with torch.no_grad():
             for slot, tensor in zip(self.slots, self._tensors(module), strict=True):
                 tensor.copy_(slot.view(vector))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The tensors by name, and their entries in the vector."""
+        return tuple(Block(slot.name, slot.start, slot.start + slot.numel) for slot in self.slots)
 
     def named(self, vector: Tensor) -> dict[str, Tensor]:
         """`vector` cut into one tensor per slot; names carry no trace of torch.compile."""

@@ -10,7 +10,7 @@ whatever carries them. Inner steps run in a thread of their own, so that a serve
 peer's vector is taken in while a worker trains.
 
 Nothing ends on its own: a host serves its peers until it is told to stop. What it would take home
-is kept at its *marks*, counts of absorbed inner steps that it is told beforehand, in the very
+is kept at its *marks*, counts of trained inner steps that it is told beforehand, in the very
 handler that reaches them.
 
 A host saves its own part of the run: its actor, its place in the data, and its inner optimizer as
@@ -61,8 +61,9 @@ from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.all_reduce import AllReduceMessage, AllReduces
 from archipel.live.mail import Envelope, Inbox, contents
 from archipel.pyfile import place_of
+from archipel.run import wire
 from archipel.run.metrics import Recorder, Training
-from archipel.run.screening import Screen, ScreeningConfig, vectors_of
+from archipel.run.screening import Screen, ScreeningConfig
 from archipel.train.data import Shard
 from archipel.train.inner_steps import InnerSteps, NoSteps, Solo
 from archipel.train.pipeline import Pipeline
@@ -113,7 +114,7 @@ class Setup:
         seed_rank: of the actor among all actors; with the run's seed it seeds `Context.rng`.
         task, run: what is trained, by those who train.
         shard: this worker's data; None: this actor is no worker.
-        marks: counts of absorbed inner steps at which the model is kept, rising; () where there is
+        marks: counts of trained inner steps at which the model is kept, rising; () where there is
             no model.
         step_time_s: the least time of an inner step, to act out a slower machine; 0: as fast as it
             goes.
@@ -186,6 +187,7 @@ class Snapshot:
     """
 
     time_s: float
+    trained: int
     absorbed: int
     outer_steps: int
     model: Any
@@ -199,7 +201,7 @@ class Status:
         time_s: on its clock.
         events: messages handled and inner steps taken: if they stand still, it stands still.
         quiet_s: seconds since the last of them.
-        absorbed: see `actor.Actor`.
+        trained: see `actor.Actor`.
         compute_s: seconds spent on inner steps that have ended.
         loss: of the last inner steps; None before.
         doing: what it does or waits for.
@@ -213,7 +215,7 @@ class Status:
     time_s: float
     events: int
     quiet_s: float
-    absorbed: int
+    trained: int
     compute_s: float
     loss: float | None
     doing: str
@@ -454,7 +456,7 @@ class Host:
                 self.now,
                 self.events,
                 self.now - self.last_event_s,
-                self.actor.absorbed,
+                self.actor.trained,
                 sum(recorder.compute_s.values()),
                 self.loss,
                 self._doing(),
@@ -530,7 +532,9 @@ class Host:
 
         self._compute(job, progress)
 
-    def all_reduce(self, group: Group, vector: Vector, round: int = 0) -> None:
+    def all_reduce(
+        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
+    ) -> None:
         # In a collective nobody sees what another one gives, so each judges its own.
         self.reduces.call(group, vector, round, self.now, refused=self._refuses(self.me, [vector]))
 
@@ -581,7 +585,7 @@ class Host:
 
     def _handle(self, message: Message, sender: NodeId) -> None:
         self._happened()
-        if isinstance(message, Update) and self._refuses(sender, vectors_of(message)):
+        if isinstance(message, Update) and self._refuses(sender, wire.vectors(message)):
             message = Refused(message)
         self.actor.upon(message, sender, self)
         self._keep_at_marks()
@@ -599,11 +603,11 @@ class Host:
 
     def _keep_at_marks(self) -> None:
         marks, reached = self.setup.marks, len(self.snapshots)
-        if reached < len(marks) and self.actor.absorbed >= marks[reached]:
+        if reached < len(marks) and self.actor.trained >= marks[reached]:
             snapshot = self._snapshot()
             while (
                 len(self.snapshots) < len(marks)
-                and self.actor.absorbed >= marks[len(self.snapshots)]
+                and self.actor.trained >= marks[len(self.snapshots)]
             ):
                 self.snapshots.append(snapshot)
             if len(self.snapshots) == len(marks):
@@ -613,6 +617,7 @@ class Host:
         model = self.actor.model()
         return Snapshot(
             self.now,
+            self.actor.trained,
             self.actor.absorbed,
             self.actor.outer_steps,
             None if model is None else self.keep(model),

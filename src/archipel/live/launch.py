@@ -23,7 +23,7 @@ import pickle
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,8 +42,10 @@ from archipel.live.host import Meeting, Saves, Setup, device
 from archipel.live.ray_host import ask_for_port
 from archipel.live.watch import Evaluator, Now, Watch
 from archipel.recipe import Recipe
+from archipel.run.census import Plan
 from archipel.run.metrics import Recorder, merged
-from archipel.sim.clock import Simulator, Stop
+from archipel.run.observer import Observer
+from archipel.sim.clock import Simulator
 from archipel.sim.faults import FaultsConfig
 from archipel.sim.network import Network
 from archipel.sim.topology import Profile
@@ -53,7 +55,7 @@ from archipel.train.pipeline import Pipeline, join
 from archipel.train.pool_process import median_step_time_s
 from archipel.train.replica import Replica, Run, layout_of
 from archipel.train.task import CPU, NoTask, Task, make_task
-from archipel.train.trainer import Done, NoTraining, Promise
+from archipel.train.trainer import NoTraining
 from archipel.train.trial import try_out
 from archipel.vector import largest
 
@@ -61,50 +63,42 @@ from archipel.vector import largest
 
 
 @dataclass
-class Marks(NoTraining):
-    """A trainer for rehearsals: where the simulator would evaluate the model, it notes what each
-    holder has absorbed.
-    """
+class Marks(Observer):
+    """What every holder of the model has counted, wherever the simulator evaluates it."""
 
-    actors: Sequence[Actor]
-    marks: list[dict[NodeId, int]] = field(default_factory=list)
+    marks: list[Mapping[NodeId, int]] = field(default_factory=list)
 
-    def evaluate(self, theta: Vector, due_s: float) -> Promise:
-        self.marks.append(
-            {actor.me: actor.absorbed for actor in self.actors if actor.model() is not None}
-        )
-        return Done(None)
+    def evaluates(self, trained: Mapping[NodeId, int]) -> None:
+        self.marks.append(trained)
 
 
 def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, int]]:
     """For each mark, the first one at 0 and the last one at the end, what every holder of the model
-    will have absorbed.
+    will have counted.
 
     Raises:
         UserError, TrainingError: the method would not come to its end; see `Simulator.run`.
     """
-    workers, seed, pipeline = (
-        recipe.topology.workers,
-        recipe.run.seed,
-        experiment.pipeline_of(recipe),
-    )
-    actors = experiment.build_actors(recipe, pipeline, torch.empty(0), ())
-    rehearsal = Marks(actors)
+    seed, pipeline, rehearsal = recipe.run.seed, experiment.pipeline_of(recipe), Marks()
     Simulator(
-        actors,
-        workers,
+        experiment.build_actors(recipe, pipeline, torch.empty(0), ()),
+        recipe.topology.workers,
         Network(recipe.topology, np.random.default_rng((seed, 0x2E7))),
         profile,
-        rehearsal,
+        NoTraining(),
         Recorder(),
-        Stop(steps),
-        evaluate_every=max(1, steps // recipe.run.evaluations),
-        tokens_per_step=None,
+        Plan(
+            steps,
+            evaluate_every=max(1, steps // recipe.run.evaluations),
+            stages=recipe.pipeline.stages,
+        ),
+        numel=0,
         parameters=0,
         seed=seed,
         pipeline=pipeline,
+        observers=[rehearsal],
     ).run()
-    *marks, last = rehearsal.marks
+    *marks, last = map(dict, rehearsal.marks)
     if len(last) == 1:  # asynchronous methods overshoot by other amounts on another clock
         last = dict.fromkeys(last, steps)
     return [*marks, last]
@@ -480,6 +474,7 @@ def _leave(
     ended = Ended(
         time_s=time_s,
         inner_steps=watch.inner_steps,
+        absorbed_steps=watch.absorbed_steps,
         outer_steps=watch.final[0].outer_steps,
         local_updates=sum(record.local_updates for record in records),
         parts=watch.evaluator.parts,

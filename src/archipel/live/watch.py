@@ -30,8 +30,8 @@ from archipel.live.cluster import Machine, listed, machines, place
 from archipel.live.host import Beginning, Meeting, News, NotFinite, Record, Setup, Snapshot, Status
 from archipel.live.ray_host import make_followers, make_host
 from archipel.recipe import Recipe
+from archipel.run.census import NOT_FINITE
 from archipel.run.metrics import Evaluation, Recorder
-from archipel.sim.clock import NOT_FINITE
 from archipel.train.replica import Replica
 
 TICK_S = 1.0
@@ -45,10 +45,10 @@ class Now:
     """How a live run stands, for whoever shows it.
 
     Attributes:
-        inner_steps, planned: absorbed by the model to take home, and the plan.
+        inner_steps, planned: trained so far, and the plan.
         time_s: since the start.
         loss: mean of the workers' last training losses; None before the first.
-        tokens_per_s: absorbed, since the start; None where nothing is trained.
+        tokens_per_s: trained, since the start; None where nothing is trained.
         idle: the part of their time that workers have not computed so far.
         late: who is not there, or has been silent longest and what it does; None if nobody for more
             than a few ticks.
@@ -233,9 +233,14 @@ class Watch:
 
     @property
     def inner_steps(self) -> int:
-        """Absorbed by the model that was evaluated last; one that a replica takes in stages is
-        one.
+        """Inner steps that had been trained when the model was taken that was evaluated last; one
+        that a replica takes in stages is one.
         """
+        return self._whole_steps(snapshot.trained for snapshot in self.final)
+
+    @property
+    def absorbed_steps(self) -> int:
+        """Those of them that are in that model."""
         return self._whole_steps(snapshot.absorbed for snapshot in self.final)
 
     # The beginning
@@ -395,12 +400,12 @@ class Watch:
             self._evaluate_kept()
         else:
             between = max(1, self.planned // self.recipe.run.evaluations)
-            absorbed = self._whole_steps(self.statuses[node].absorbed for node in self.holders)
+            trained = self._whole_steps(self.statuses[node].trained for node in self.holders)
             before = [
                 evaluation.inner_steps for evaluation in self.evaluator.recorder.evaluations[-1:]
             ]  # of a run that goes on
             passed = max(self.inner_steps, *before, 0)
-            if absorbed >= min(self.planned, (passed // between + 1) * between):
+            if trained >= min(self.planned, (passed // between + 1) * between):
                 self.take_home_now()
 
     def _evaluate_kept(self) -> None:
@@ -448,14 +453,15 @@ class Watch:
             tokens=None
             if self.tokens_per_step is None
             else self.inner_steps * self.tokens_per_step,
+            absorbed_steps=self.absorbed_steps,
             outer_steps=snapshots[0].outer_steps,
             sent_bytes=0 if first else round(self.sent_bytes),
             slow_link_bytes=0 if first else round(self.slow_link_bytes),
         )
         self.evaluator.submit(evaluation, snapshots)
 
-    def _whole_steps(self, absorbed: Any) -> int:
-        return int(sum(absorbed)) // self.recipe.pipeline.stages
+    def _whole_steps(self, counted: Any) -> int:
+        return int(sum(counted)) // self.recipe.pipeline.stages
 
     # When something is wrong
 
@@ -636,7 +642,7 @@ class Watch:
 
     def _saved_by(self) -> int:
         return (self.tokens_per_step or 0) * self._whole_steps(
-            status.absorbed for status in self.statuses.values() if status.holds
+            status.trained for status in self.statuses.values() if status.holds
         )
 
     def _plan_next_save(self) -> None:
@@ -719,8 +725,8 @@ class Watch:
             worker.id for worker in self.recipe.topology.workers if worker.id in self.statuses
         ]
         losses = [loss for worker in workers if (loss := self.statuses[worker].loss) is not None]
-        absorbed = min(
-            self.planned, self._whole_steps(status.absorbed for status in self.statuses.values())
+        trained = min(
+            self.planned, self._whole_steps(status.trained for status in self.statuses.values())
         )
         quiet_s, slowest = max(
             ((status.quiet_s, node) for node, status in self.statuses.items()), default=(0.0, None)
@@ -735,11 +741,11 @@ class Watch:
         for node in self.homeless:
             late = f"{node}, for which no machine of region {node.region!r} is there"
         return Now(
-            absorbed,
+            trained,
             self.planned,
             self.now,
             float(np.mean(losses)) if losses else None,
-            self.tokens_per_step and absorbed * self.tokens_per_step / self.now,
+            self.tokens_per_step and trained * self.tokens_per_step / self.now,
             {
                 worker: max(0.0, 1 - self.statuses[worker].compute_s / self.statuses[worker].time_s)
                 for worker in workers

@@ -17,11 +17,12 @@ What belongs here: each invariant in one place, with its name. What does not: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from archipel.actor import Actor, Message, NodeId
 from archipel.errors import TrainingError
+from archipel.run.observer import Look, Observer
 
 NAMES = ("update", "tokens", "bytes", "clock", "progress", "liveness")
 
@@ -35,40 +36,47 @@ class Violation(TrainingError):
 
 
 Counts = tuple[int, int, int]
-"""An actor's outer steps, local updates, and absorbed inner steps."""
+"""An actor's outer steps, local updates, and inner steps."""
 
 
 def counts(actor: Actor) -> Counts:
-    return actor.outer_steps, actor.local_updates, actor.absorbed
+    return actor.outer_steps, actor.local_updates, actor.trained
 
 
 @dataclass
-class Ledger:
-    """The books of one run.
+class Ledger(Observer):
+    """What is noted beside one run, and held against it.
 
     Attributes:
-        trained: inner steps that workers have finished and been told of.
+        workers: all of them; the other nodes are servers.
+        finished: inner steps that workers have finished and been told of.
         delivered_bytes, lost_bytes: of messages. A collective's bytes are delivered when it starts.
-        under_way: messages between each two nodes, in the order of sending.
+        under_way: messages between each two nodes, in the order of sending, each with the bytes
+            that have left with it.
+        seen: what each actor had counted when it was last seen.
         began_s: when each worker last began inner steps.
-        restarted: those that have come back, and whose counts may still fall to what the others'
-            were saved at.
-        longest_job_s, longest_message_s: so far, where nothing disturbs them; a message is also a
-            collective.
+        restarted: workers that have come back. Their counts may fall once more, to those of whoever
+            they take the model from.
+        longest_job_s, longest_message_s: so far, where nothing disturbs them. A collective is a
+            message.
         checks: how often each invariant has been checked.
     """
 
-    trained: int = 0
+    workers: frozenset[NodeId] = frozenset()
+    finished: int = 0
     delivered_bytes: float = 0.0
     lost_bytes: float = 0.0
-    under_way: dict[tuple[NodeId, NodeId], list[Message]] = field(default_factory=dict)
+    under_way: dict[tuple[NodeId, NodeId], list[tuple[Message, float]]] = field(
+        default_factory=dict
+    )
+    seen: dict[NodeId, Counts] = field(default_factory=dict)
     began_s: dict[NodeId, float] = field(default_factory=dict)
     restarted: dict[NodeId, None] = field(default_factory=dict)
     longest_job_s: float = 0.0
     longest_message_s: float = 0.0
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, 0))
 
-    def time(self, before_s: float, now_s: float) -> None:
+    def happens(self, before_s: float, now_s: float) -> None:
         self.checks["clock"] += 1
         if now_s < before_s:
             raise Violation("clock", f"an event of {now_s!r} s comes after {before_s!r} s")
@@ -77,47 +85,63 @@ class Ledger:
         self.began_s[worker] = now
         self.longest_job_s = max(self.longest_job_s, usual_s)
 
+    def finishes(self, worker: NodeId, steps: int) -> None:
+        self.finished += steps
+
     def sends(self, sender: NodeId, to: NodeId, message: Message) -> None:
-        self.under_way.setdefault((sender, to), []).append(message)
+        self.under_way.setdefault((sender, to), []).append((message, 0.0))
 
-    def drops(self, sender: NodeId, to: NodeId, message: Message, size_bytes: float) -> None:
-        waiting = self.under_way.get((sender, to), [])
-        self.under_way[sender, to] = [other for other in waiting if other is not message]
-        self.lost_bytes += size_bytes
+    def departs(
+        self, sender: NodeId, to: NodeId, message: Message, size_bytes: float, usual_s: float
+    ) -> None:
+        self.longest_message_s = max(self.longest_message_s, usual_s)
+        self.under_way[sender, to] = [
+            (other, size_bytes if other is message else gone)
+            for other, gone in self.under_way.get((sender, to), [])
+        ]
 
-    def delivers(self, sender: NodeId, to: NodeId, message: Message, size_bytes: float) -> None:
+    def delivers(self, sender: NodeId, to: NodeId, message: Message) -> None:
         self.checks["update"] += 1
         waiting = self.under_way.get((sender, to), [])
-        if not waiting or waiting[0] is not message:
+        if not waiting or waiting[0][0] is not message:
             what = (
                 "a second time, or was never sent"
-                if all(other is not message for other in waiting)
+                if all(other is not message for other, _ in waiting)
                 else "before its turn"
             )
             raise Violation("update", f"{type(message).__name__} from {sender} reaches {to} {what}")
-        del waiting[0]
-        self.delivered_bytes += size_bytes
+        self.delivered_bytes += waiting.pop(0)[1]
 
-    def absorbs(self, absorbed: int) -> None:
+    def loses(self, lost: Callable[[NodeId, NodeId], bool]) -> None:
+        for pair, messages in self.under_way.items():
+            if lost(*pair):
+                self.lost_bytes += sum(size_bytes for _, size_bytes in messages)
+                messages.clear()
+
+    def wastes(self, size_bytes: float) -> None:
+        self.lost_bytes += size_bytes
+
+    def reduces(self, sent_bytes: float, usual_s: float) -> None:
+        self.delivered_bytes += sent_bytes
+        self.longest_message_s = max(self.longest_message_s, usual_s)
+
+    def progresses(self, trained: int) -> None:
         self.checks["tokens"] += 1
-        if absorbed > self.trained:
+        if trained > self.finished:
             raise Violation(
                 "tokens",
-                f"the model has absorbed {absorbed:,} inner steps, and {self.trained:,} have been "
+                f"the model has absorbed {trained:,} inner steps, and {self.finished:,} have been "
                 "taken",
             )
 
-    def counts(self, actor: Actor, before: Counts, *, server: bool) -> None:
-        """After a message has been handled, or a restart. A worker that no longer holds the model
-        may count 0 inner steps again.
-        """
+    def handles(self, actor: Actor) -> None:
+        """A worker that no longer holds the model may count 0 inner steps again."""
         self.checks["progress"] += 1
-        for name, was, now in zip(
-            ("outer steps", "local updates", "absorbed inner steps"),
-            before,
-            counts(actor),
-            strict=True,
-        ):
+        before, after = self.seen.get(actor.me, (0, 0, 0)), counts(actor)
+        self.seen[actor.me] = after
+        server = actor.me not in self.workers
+        names = "outer steps", "local updates", "absorbed inner steps"
+        for name, was, now in zip(names, before, after, strict=True):
             if now < was and (server or name != "absorbed inner steps"):
                 if not server and actor.me in self.restarted:
                     del self.restarted[actor.me]
@@ -125,6 +149,18 @@ class Ledger:
                 raise Violation(
                     "progress", f"the {name} of {actor.me} fall from {was:,} to {now:,}"
                 )
+
+    def returns(self, actor: Actor) -> None:
+        self.restarted[actor.me] = None
+        self.seen[actor.me] = counts(actor)
+
+    def inspects(self, look: Look) -> None:
+        self.bytes(look.sent_bytes, look.in_flight_bytes)
+        self.alive(look)
+
+    def stuck(self, look: Look, text: str) -> None:
+        if set(look.workers) - set(look.excused):
+            raise Violation("liveness", text)
 
     def bytes(self, sent_bytes: float, in_flight_bytes: float) -> None:
         self.checks["bytes"] += 1
@@ -137,31 +173,22 @@ class Ledger:
                 f"{in_flight_bytes:,.0f} in flight make {accounted:,.0f}",
             )
 
-    def alive(
-        self,
-        workers: Sequence[NodeId],
-        excused: Iterable[NodeId],
-        since_s: float,
-        now: float,
-        lag_s: float,
-    ) -> None:
-        """All `workers` but those excused must have begun inner steps lately; nothing has gone
-        wrong `since_s`.
+    def alive(self, look: Look) -> None:
+        """All workers but those excused must have begun inner steps lately.
 
         In NoLoCo a worker waits for one that waits for another, and so on: at most for one job and
         exchange of each of them. Where workers could not reach each other the fast ones may be
         ahead by what the slow ones do in `lag_s`.
         """
         self.checks["liveness"] += 1
-        patience_s, excused = (
-            (len(workers) + 4) * (self.longest_job_s + 2 * self.longest_message_s) + lag_s,
-            set(excused),
-        )
-        for worker in workers:
-            waiting_s = now - max(self.began_s.get(worker, 0.0), since_s)
-            if worker not in excused and waiting_s > patience_s:
+        chain = len(look.workers) + 4
+        patience_s = chain * (self.longest_job_s + 2 * self.longest_message_s) + look.lag_s
+        for worker in look.workers:
+            waiting_s = look.now - max(self.began_s.get(worker, 0.0), look.quiet_since_s)
+            if worker not in look.excused and waiting_s > patience_s:
                 raise Violation(
                     "liveness",
                     f"{worker} has begun no inner step for {waiting_s:.6g} s; at most "
-                    f"{patience_s:.6g} s can be explained",
+                    f"{patience_s:.6g} s "
+                    "can be explained",
                 )

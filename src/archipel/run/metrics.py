@@ -36,8 +36,10 @@ class Evaluation:
 
     Attributes:
         time_s: on the engine's clock.
-        inner_steps: that the model has absorbed, of all workers together.
+        inner_steps: that all workers together have trained, as far as those know who hold the
+            model.
         tokens: the same in tokens; None where nothing is trained.
+        absorbed_steps: those of them that are in the model; HALoS trains some that never reach it.
         outer_steps: see `actor.Actor`.
         sent_bytes, slow_link_bytes: so far, on all links and on those between regions.
         loss: its validation loss.
@@ -49,6 +51,7 @@ class Evaluation:
     time_s: float
     inner_steps: int
     tokens: int | None
+    absorbed_steps: int
     outer_steps: int
     sent_bytes: int
     slow_link_bytes: int
@@ -106,6 +109,20 @@ class Recorder:
         self.compute_s[node] = self.compute_s.get(node, 0.0) + busy_s
         self.last_job[node] = start_s, end_s, busy_s
         self._span(node, "compute", start_s, end_s)
+
+    def loses_job(self, node: NodeId, now: float) -> None:
+        """The inner steps that `node` takes end at `now`, unfinished: it has not computed
+        longer.
+        """
+        start_s, end_s, busy_s = self.last_job[node]
+        if end_s <= now:
+            return
+        done_s = busy_s * (now - start_s) / (end_s - start_s)
+        self.compute_s[node] += done_s - busy_s
+        self.last_job[node] = start_s, now, done_s
+        span = Span(node, "compute", start_s, end_s)
+        if span in self.spans:  # unless the trace was cut before it
+            self.spans[self.spans.index(span)] = Span(node, "compute", start_s, now)
 
     def sends(
         self, node: NodeId, start_s: float, end_s: float, size_bytes: float, *, slow: bool

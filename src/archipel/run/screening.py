@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
-from archipel.actor import Update, Vector
+from archipel.actor import Vector
 
 
 class ScreeningConfig(BaseModel):
@@ -81,10 +80,3 @@ class Screen:
         self.accepted += 1
         self.norms = [*self.norms, norm][-self.config.window :]
         return None
-
-
-def vectors_of(update: Update) -> list[Vector]:
-    """All vectors of an update, its gradient first."""
-    return [
-        value for part in fields(update) if isinstance(value := getattr(update, part.name), Tensor)
-    ]

@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError
 
 from archipel.actor import NodeId
 from archipel.errors import UserError, explain, nearest
+from archipel.sim.events import Cut, Fail, Mend, Return, Save, Trouble
 from archipel.sim.topology import Strict, Topology
 
 # What a recipe says. Nodes are written `region/name`, times are seconds on the virtual clock.
@@ -210,58 +211,6 @@ def end_s(start_s: float, work_s: float, windows: Sequence[Window]) -> float:
     return now + left
 
 
-# The events of a schedule. They lie on the engine's heap, so their fields are plain.
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """A node saves its state; only those saves that a restart will need are made."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """A node is gone; `leaves`: for good, and it says so."""
-
-    node: NodeId
-    leaves: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """The deadline of a node that has been silent since `since_s`."""
-
-    node: NodeId
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """A node is there again, or for the first time."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A link has been down for longer than the deadline: the nodes on both sides take each other
-    for lost.
-    """
-
-    link: tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Mend:
-    """That link is up again."""
-
-    link: tuple[str, str]
-
-
-Strike = Save | Fail | Notice | Return | Cut | Mend
-
-
 @dataclass(frozen=True)
 class Faults:
     """A schedule on a topology, drawn and checked.
@@ -310,7 +259,7 @@ class Faults:
         }
         return windows | {(b, a): found for (a, b), found in windows.items()}
 
-    def strikes(self) -> Iterator[tuple[float, Strike]]:
+    def events(self) -> Iterator[tuple[float, Trouble]]:
         """All that will happen, by the kind of event; an engine orders it by time."""
         for fault in self.of(Crash):
             if fault.restart_after_s is not None:
@@ -342,6 +291,11 @@ class Faults:
                 Window(fault.at_s, fault.at_s + fault.for_s, 1 / fault.factor)
             )
         return windows
+
+    @cached_property
+    def disturb_messages(self) -> bool:
+        """Whether any message of the run may arrive later, or be sent more often, than it would."""
+        return bool(self.down or self._on_links)
 
     def arrival(
         self,

@@ -90,6 +90,10 @@ class Pipeline:
         """
         return self.parameters[self.places[node][0]] if self.parameters else 0
 
+    def numel_of(self, node: NodeId) -> int:
+        """Entries of a node's vector; 0 where nothing is trained."""
+        return self.numels[self.places[node][0]] if self.numels else 0
+
     def share(self, node: NodeId) -> float:
         """The part of the model's weights that `node` holds; all stages alike where nothing is
         trained.

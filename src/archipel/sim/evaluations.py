@@ -1,0 +1,62 @@
+"""Evaluations that are being computed in the background of a simulation.
+
+What belongs here: what has been asked for, and putting it down when it is there. What does not:
+when the model is evaluated (`run/census.py`), and how a loss is computed (`train/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from archipel import outer
+from archipel.actor import Vector
+from archipel.run.census import put_down, spread
+from archipel.run.metrics import Evaluation
+from archipel.train.trainer import Promise, Trainer
+
+
+@dataclass
+class Pending:
+    """An evaluation under way: the loss of the model to take home, and of each replica if it is
+    a mean.
+    """
+
+    evaluation: Evaluation
+    loss: Promise
+    own: list[Promise]
+
+
+@dataclass
+class Evaluations:
+    """Those under way, in the order of time."""
+
+    pending: list[Pending] = field(default_factory=list)
+
+    def submit(
+        self,
+        evaluation: Evaluation,
+        parts: Sequence[Vector],
+        parameters: int,
+        trainer: Trainer,
+        now: float,
+    ) -> None:
+        """Have the mean of `parts` evaluated, and the parts themselves where that means
+        something.
+        """
+        mean = outer.mean(parts)
+        evaluation.replica_std = spread(parts, mean, parameters)
+        compared = parts if evaluation.replica_std is not None else ()
+        own = [trainer.evaluate(part, now) for part in compared]
+        self.pending.append(Pending(evaluation, trainer.evaluate(mean, now), own))
+
+    def collect(self) -> None:
+        """Wait for those under way and put down their losses.
+
+        Raises:
+            Diverged: one is not finite.
+        """
+        for pending in self.pending:
+            own = [promise.result() for promise in pending.own]
+            put_down(pending.evaluation, pending.loss.result(), own, " on the virtual clock")
+        self.pending = []

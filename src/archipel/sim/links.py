@@ -1,0 +1,216 @@
+"""Messages on their way: in what order they arrive, how they share a link, and which of them are
+lost.
+
+What belongs here: transfers between nodes, and the bookkeeping of what is void because a node or a
+link is gone. What does not: seconds and bytes of one message (`network.py`), who is gone
+(`outages.py`), and the heap (`clock.py`), on which the clock puts what this room returns.
+
+Every event of the heap has a number, and numbers rise. When a node is lost, all that is on its way
+from it or to it is void: exactly the events with a lower number than the next one. So one number a
+node says which events are void, and nobody has to search the heap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from archipel.actor import NodeId
+from archipel.sim.events import Deliver, Drain, Event, Finish
+from archipel.sim.network import FairLink, Network
+
+Direction = tuple[str, str]
+"""From one region to another."""
+
+
+class Departure(NamedTuple):
+    """A message that has left at `start_s` and arrives at `end_s`, if nothing disturbs it."""
+
+    deliver: Deliver
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Transfer:
+    """A message on its way over a shared link.
+
+    Attributes:
+        start_s: when it left its sender.
+        latency_s: what comes after its last byte has left.
+        followers: later and smaller messages between the same two nodes whose last byte has left
+            already. They must not arrive before this one.
+    """
+
+    deliver: Deliver
+    start_s: float
+    latency_s: float
+    followers: list[Transfer] = field(default_factory=list)
+
+
+@dataclass
+class SharedLink:
+    """One direction of a link between regions, and the transfers on it by their numbers.
+
+    `version` tells which `Drain` is still true: each start and each end of a transfer moves the
+    next end.
+    """
+
+    link: FairLink
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    version: int = 0
+
+
+@dataclass
+class Links:
+    """All messages between nodes.
+
+    Attributes:
+        network: what a message costs.
+        last: of each pair of nodes the last arrival that is planned, in seconds, and the number of
+            that event.
+        forget_above: when there are more of them, those are forgotten that are over.
+        shared: the directions whose transfers share their bandwidth.
+        void_nodes: for each node that was ever lost, the lowest number that is not void.
+        void_links: the same for the links between two regions.
+        void_events: numbers of single events that are void.
+    """
+
+    network: Network
+    last: dict[tuple[NodeId, NodeId], tuple[float, int]] = field(default_factory=dict)
+    forget_above: int = 1000
+    shared: dict[Direction, SharedLink] = field(default_factory=dict)
+    void_nodes: dict[NodeId, int] = field(default_factory=dict)
+    void_links: dict[Direction, int] = field(default_factory=dict)
+    void_events: set[int] = field(default_factory=set)
+
+    # On its way
+
+    def shares(self, deliver: Deliver) -> bool:
+        """The message's way is a link whose transfers share its bandwidth."""
+        return (
+            self.network.topology.sharing == "fair" and deliver.sender.region != deliver.to.region
+        )
+
+    def depart(self, deliver: Deliver, now: float) -> Departure:
+        """A message leaves over a link that it has to itself."""
+        seconds = self.network.message_s(deliver.sender, deliver.to, deliver.size_bytes)
+        return Departure(deliver, now, now + seconds)
+
+    def arrival_s(self, deliver: Deliver, end_s: float, now: float, number: int) -> float:
+        """When a message arrives that could arrive at `end_s`; `number` will be that of its event.
+
+        Messages of one sender to one receiver keep their order, whatever their sizes and the
+        jitter.
+        """
+        pair = deliver.sender, deliver.to
+        if pair in self.last:
+            before_s, before = self.last[pair]
+            if before_s > end_s and not self._is_void(before, *pair):
+                end_s = before_s
+        self.last[pair] = end_s, number
+        if len(self.last) > self.forget_above:
+            # Nothing that leaves from now on can overtake what has arrived.
+            self.last = {pair: planned for pair, planned in self.last.items() if planned[0] > now}
+            self.forget_above = 1000 + 2 * len(self.last)
+        return end_s
+
+    # Shared links
+
+    def join(self, deliver: Deliver, now: float, number: int) -> tuple[float, Drain]:
+        """A message starts on a shared link; when the next transfer ends there, and its event."""
+        direction = deliver.sender.region, deliver.to.region
+        if direction not in self.shared:
+            bandwidth = self.network.link(*direction).bandwidth_bytes_per_s
+            self.shared[direction] = SharedLink(FairLink(bandwidth))
+        shared = self.shared[direction]
+        shared.link.advance(now)
+        shared.link.remaining[number] = deliver.size_bytes
+        latency_s = self.network.latency_s(deliver.sender, deliver.to)
+        shared.transfers[number] = Transfer(deliver, now, latency_s)
+        return self._next_end(direction, shared)
+
+    def drain(self, event: Drain, now: float) -> tuple[list[Departure], tuple[float, Drain] | None]:
+        """A transfer has ended: the messages that will arrive now, and the link's next event."""
+        shared = self.shared[event.direction]
+        if event.version != shared.version:
+            return [], None
+        _, ended = shared.link.next_end()
+        shared.link.advance(now)
+        del shared.link.remaining[ended]
+        transfer = shared.transfers.pop(ended)
+        departures: list[Departure] = []
+        pair = transfer.deliver.sender, transfer.deliver.to
+        for number, other in shared.transfers.items():
+            if number < ended and (other.deliver.sender, other.deliver.to) == pair:
+                other.followers += [transfer, *transfer.followers]
+                break
+        else:
+            departures = [
+                Departure(one.deliver, one.start_s, now + one.latency_s)
+                for one in (transfer, *transfer.followers)
+            ]
+        return departures, self._next_end(event.direction, shared) if shared.transfers else None
+
+    def _next_end(self, direction: Direction, shared: SharedLink) -> tuple[float, Drain]:
+        shared.version += 1
+        return shared.link.next_end()[0], Drain(direction, shared.version)
+
+    # What is lost
+
+    def lose_node(self, node: NodeId, now: float, next_number: int) -> list[tuple[float, Drain]]:
+        """All that is on its way from `node` or to it is lost; when transfers end now on shared
+        links.
+        """
+        self.void_nodes[node] = next_number
+        return self._clear(now)
+
+    def lose_link(self, link: Direction, now: float, next_number: int) -> list[tuple[float, Drain]]:
+        """The same for all that is on its way over a link, in both directions."""
+        self.void_links[link] = self.void_links[link[::-1]] = next_number
+        return self._clear(now)
+
+    @property
+    def anything_is_void(self) -> bool:
+        return bool(self.void_nodes or self.void_links)
+
+    def is_void(self, number: int, event: Event) -> bool:
+        """Whether an event is about something that was lost after it had been planned."""
+        match event:
+            case Deliver(to=to, sender=sender):
+                return number in self.void_events or self._is_void(number, sender, to)
+            case Finish(worker=worker):
+                return number < self.void_nodes.get(worker, 0)
+        return False
+
+    def _is_void(self, number: int, sender: NodeId, to: NodeId) -> bool:
+        return (
+            number < self.void_nodes.get(to, 0)
+            or number < self.void_nodes.get(sender, 0)
+            or number < self.void_links.get((sender.region, to.region), 0)
+        )
+
+    def _clear(self, now: float) -> list[tuple[float, Drain]]:
+        """Take transfers that are void off the shared links."""
+        next_ends = []
+        for direction, shared in self.shared.items():
+            shared.link.advance(now)
+            for number, transfer in list(shared.transfers.items()):
+                if self._is_void(number, transfer.deliver.sender, transfer.deliver.to):
+                    del shared.transfers[number], shared.link.remaining[number]
+            shared.version += 1
+            if shared.transfers:
+                next_ends.append(self._next_end(direction, shared))
+        return next_ends
+
+
+def under_way(heap: list[tuple[float, int, Event]], links: Links) -> Iterator[Deliver]:
+    """Messages between nodes that have left and not arrived, those on shared links apart."""
+    for _, number, event in heap:
+        if (
+            isinstance(event, Deliver)
+            and event.sender != event.to
+            and not links.is_void(number, event)
+        ):
+            yield event

@@ -1,0 +1,152 @@
+"""Who is not there, who cannot reach whom, and who is told of it.
+
+What belongs here: crashes, returns, cuts and mends as changes to what is so, and the news that
+follow from each. What does not: what a schedule says (`faults.py`), what is lost on the way
+(`links.py`), and the telling itself (`clock.py`): this room returns news, and tells nobody.
+
+A node that is *down* computes nothing and gets nothing. Its peers do not know that yet: when they
+have been told, at its deadline or because it said so, it is *lost*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from archipel.actor import Actor, Joined, Lost, Message, NodeId
+
+News = tuple[NodeId, Message]
+"""Somebody, and what is to be told."""
+Peers = Mapping[NodeId, None]
+"""Whom a node may send to, in the order that its actor gives: a set that keeps its order."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Saved:
+    """What a node would restart from: its actor, and what the trainer keeps of a worker (None of
+    others).
+    """
+
+    actor: Actor
+    worker: Any
+
+
+@dataclass
+class Outages:
+    """How things stand with nodes and links.
+
+    Attributes:
+        peers: whom each node may send to. Nodes with the same peers share one object.
+        rng: drawn from for messages that are lost or doubled.
+        down: who is not there, and since when.
+        lost: those of them whose peers have been told.
+        left: those who never come again.
+        severed: pairs of regions whose nodes take each other for lost, each pair in both orders.
+        begun: somebody has been down at some time of the run.
+        saves: what nodes would restart from.
+        before: what the trainer kept of a worker before the inner steps that it is taking, of those
+            workers that will restart.
+    """
+
+    peers: Mapping[NodeId, Peers]
+    rng: np.random.Generator
+    down: dict[NodeId, float]
+    lost: dict[NodeId, None] = field(default_factory=dict)
+    left: dict[NodeId, None] = field(default_factory=dict)
+    severed: dict[tuple[str, str], None] = field(default_factory=dict)
+    begun: bool = False
+    saves: dict[NodeId, Saved] = field(default_factory=dict)
+    before: dict[NodeId, Any] = field(default_factory=dict)
+
+    def connected(self, a: NodeId, b: NodeId) -> bool:
+        """No link that is down for long lies between two nodes."""
+        return (a.region, b.region) not in self.severed
+
+    def reachable(self, a: NodeId, b: NodeId) -> bool:
+        """What `a` sends to `b` now arrives."""
+        return a not in self.down and b not in self.down and self.connected(a, b)
+
+    def fail(self, node: NodeId, now: float) -> None:
+        """A node is gone. Its peers do not know yet."""
+        self.down[node] = now
+        self.begun = True
+
+    def lose(self, node: NodeId) -> Iterator[News]:
+        """Its peers are told that a node is gone."""
+        self.lost[node] = None
+        for other in self._peers_that_are_there(node):
+            yield other, Lost(node)
+
+    def rejoin(self, node: NodeId) -> None:
+        """A node is there again."""
+        del self.down[node], self.lost[node]
+
+    def news_of_rejoining(self, node: NodeId) -> Iterator[News]:
+        """What is told when a node has been told that it is there again: its peers of it, it of
+        them.
+        """
+        for other in self._peers_that_are_there(node):
+            if self.connected(other, node):
+                yield other, Joined(node)
+        for peer in self.peers[node]:
+            if peer in self.lost:
+                yield node, Lost(peer)
+            elif not self.connected(node, peer):
+                yield node, Lost(peer, unreachable=True)
+
+    def cut(self, link: tuple[str, str]) -> list[News]:
+        """Nodes on both sides of a link have not reached each other for the whole deadline."""
+        self.severed[link] = self.severed[link[::-1]] = None
+        return [(a, Lost(b, unreachable=True)) for a, b in self._across(link)]
+
+    def mend(self, link: tuple[str, str]) -> list[News]:
+        """They reach each other again."""
+        del self.severed[link], self.severed[link[::-1]]
+        return [(a, Joined(b)) for a, b in self._across(link)]
+
+    def excused(self, workers: Iterable[NodeId]) -> set[NodeId]:
+        """Those of `workers` that may have to wait until a server of theirs is there, or a link
+        is up.
+        """
+        training = dict.fromkeys(workers)
+        away = [node for node in self.down if node not in training]
+        return {
+            node
+            for node in training
+            if any(server in self.peers[node] for server in away)
+            or (self.severed and any(not self.connected(node, peer) for peer in self.peers[node]))
+        }
+
+    def _peers_that_are_there(self, node: NodeId) -> list[NodeId]:
+        return [
+            other
+            for other, peers in self.peers.items()
+            if other != node and other not in self.down and node in peers
+        ]
+
+    def _across(self, link: tuple[str, str]) -> list[tuple[NodeId, NodeId]]:
+        """Those that are there and have a peer at the other end of a link, and that peer."""
+        return [
+            (node, peer)
+            for node, peers in self.peers.items()
+            if node.region in link and node not in self.down
+            for peer in peers
+            if {node.region, peer.region} == {*link} and peer not in self.down
+        ]
+
+
+def peers_of(actors: Iterable[Actor]) -> dict[NodeId, Peers]:
+    """Whom each actor may send to. Actors that give one and the same object share one answer."""
+    found: dict[
+        int, tuple[Iterable[NodeId], Peers]
+    ] = {}  # holds the object, so that its id is its own
+    peers: dict[NodeId, Peers] = {}
+    for actor in actors:
+        given = actor.peers()
+        if id(given) not in found:
+            found[id(given)] = given, dict.fromkeys(given)
+        peers[actor.me] = found[id(given)][1]
+    return peers

@@ -1,0 +1,140 @@
+"""What an actor may ask for, on the virtual clock: `actor.Context`.
+
+What belongs here: what each verb costs, and the event that answers it. What does not: what happens
+when that event comes (`clock.py`), and what goes wrong on purpose (`trouble.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from archipel.actor import Group, Message, NodeId, Vector
+from archipel.errors import TrainingError, UserError
+from archipel.run import wire
+from archipel.sim import collectives, stages
+from archipel.sim.collectives import Complete, Contribution
+from archipel.sim.engine import Engine
+from archipel.sim.events import Deliver, Finish
+from archipel.sim.messages import post
+from archipel.sim.teams import Request
+from archipel.train.trainer import Promise
+
+
+@dataclass
+class NodeContext:
+    """One node's view of the world.
+
+    Attributes:
+        engine: the run.
+        seed, rank: of the run and of this node, which seed its random numbers.
+    """
+
+    me: NodeId
+    engine: Engine
+    seed: int
+    rank: int
+
+    @property
+    def now(self) -> float:
+        return self.engine.state.now
+
+    @property
+    def rng(self) -> np.random.Generator:
+        rngs = self.engine.state.rngs
+        if self.me not in rngs:
+            rngs[self.me] = np.random.default_rng((self.seed, self.rank))
+        return rngs[self.me]
+
+    def after(self, seconds: float, message: Message) -> None:
+        self.engine.push(self.now + seconds, Deliver(self.me, message, self.me))
+
+    # Messages
+
+    def send(self, to: NodeId, message: Message) -> None:
+        engine, me = self.engine, self.me
+        setting, state = engine.setting, engine.state
+        if to not in setting.rank:
+            kind = type(message).__name__
+            raise TrainingError(f"{me} sent {kind} to {to}, and there is no such node")
+        weight = wire.weight(message, state.nodes[me].numel)
+        post(engine, Deliver(to, message, me, setting.vector_bytes[me] * weight))
+
+    def all_reduce(
+        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
+    ) -> None:
+        engine, state = self.engine, self.engine.state
+        node = state.nodes[self.me]
+        if share is None:
+            share = wire.share(vector, node.numel)
+        refused = node.refuses([vector], self.me, state.now, state.recorder)
+        complete = state.collectives.call(
+            self.me,
+            Contribution(group, vector, round, share, refused),
+            state.outages.lost,
+            again=state.outages.begun,
+        )
+        if complete is not None:
+            reduce(engine, complete)
+
+    # Inner steps
+
+    def train(self, theta: Vector, steps: int, progress: int) -> None:
+        if self.engine.state.teams is not None:
+            stages.train(self.engine, self.me, Request(theta.clone(), steps, progress))
+            return
+        trainer, seconds = self.engine.setting.trainer, self._about_to_train(steps)
+        answer = trainer.train(self.me, theta, steps, progress, self.now + seconds)
+        self._begin(answer, steps, progress, seconds)
+
+    def gradient(self, theta: Vector, progress: int) -> None:
+        setting = self.engine.setting
+        if setting.pipeline:
+            raise UserError(
+                "pipeline: this method asks for single gradients, which a model in stages does not "
+                "give"
+            )
+        seconds = self._about_to_train(1)
+        answer = setting.trainer.gradient(self.me, theta, self.now + seconds)
+        self._begin(answer, 1, progress, seconds)
+
+    def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
+        seconds = self._about_to_train(0)  # the profile's step time has the optimizer's part in it
+        trainer = self.engine.setting.trainer
+        answer = trainer.apply(self.me, theta, gradient, progress, self.now)
+        self._begin(answer, 0, progress, seconds)
+
+    def _about_to_train(self, steps: int) -> float:
+        """Seconds of `steps` inner steps from now on. A restart may be from before them."""
+        setting, outages = self.engine.setting, self.engine.state.outages
+        if self.me in outages.saves:
+            outages.before[self.me] = setting.trainer.state_of(self.me)
+        return setting.faults.compute_s(self.me, self.now, steps * setting.step_time_s[self.me])
+
+    def _begin(self, answer: Promise, steps: int, progress: int, seconds: float) -> None:
+        """Inner steps are under way for `seconds`."""
+        state, me = self.engine.state, self.me
+        state.nodes[me].begin_job()
+        for observer in state.observers:
+            observer.begins(me, state.now, steps * self.engine.setting.step_time_s[me])
+        if seconds:
+            state.recorder.computes(me, state.now, state.now + seconds)
+        state.jobs[me] = Finish(me, answer, steps, progress)
+        self.engine.push(state.now + seconds, state.jobs[me])
+
+
+def reduce(engine: Engine, complete: Complete) -> None:
+    """A collective starts: plan the arrival of its mean at all members."""
+    setting, state = engine.setting, engine.state
+    group, first = tuple(complete), next(iter(complete.values()))
+    reduced = collectives.reduced(complete)
+    cost = setting.network.all_reduce(group, setting.vector_bytes[group[0]] * first.share)
+    end_s = setting.faults.collective_end_s(group, state.now, cost.seconds)
+    state.recorder.counts(cost.messages, cost.sent_bytes, cost.slow_link_bytes)
+    state.recorder.reduces(group, state.now, end_s)
+    for observer in state.observers:
+        observer.reduces(cost.sent_bytes, cost.seconds)
+    state.collectives.starts(complete, state.number)
+    for node in group:
+        engine.push(end_s, Deliver(node, reduced, node))
