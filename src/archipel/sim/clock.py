@@ -326,32 +326,33 @@ class Simulator:
 
     def _inspect(self) -> None:
         if self.state.observers:
-            look = self._look()
+            look = _look(self.engine)
             for observer in self.state.observers:
                 observer.inspects(look)
-
-    def _look(self) -> Look:
-        state, setting = self.state, self.engine.setting
-        steps_s = setting.step_time_s.values()
-        in_flight = under_way(state.heap, state.links)
-        return Look(
-            now=state.now,
-            sent_bytes=self.recorder.sent_bytes,
-            in_flight_bytes=sum(deliver.size_bytes for deliver in in_flight),
-            workers=[node for node in setting.step_time_s if node not in state.outages.down],
-            excused=state.outages.excused(setting.step_time_s),
-            quiet_since_s=setting.faults.quiet_since_s(state.now),
-            lag_s=setting.faults.apart_s * max(steps_s) / min(steps_s),
-        )
 
     def _raise_deadlock(self) -> None:
         """Nothing can happen any more."""
         waits = who_waits(self.state)
         text = f"deadlock at {self.now:.6g} s after {self.inner_steps} inner steps: {waits}"
-        look = self._look()
+        look = _look(self.engine)
         for observer in self.state.observers:
             observer.stuck(look, text)
         raise TrainingError(text)
+
+
+def _look(engine: Engine) -> Look:
+    state, setting = engine.state, engine.setting
+    steps_s, down = setting.step_time_s.values(), state.outages.down
+    in_flight = under_way(state.heap, state.links)
+    return Look(
+        now=state.now,
+        sent_bytes=state.recorder.sent_bytes,
+        in_flight_bytes=sum(deliver.size_bytes for deliver in in_flight),
+        workers=[node for node in setting.step_time_s if node not in down],
+        excused=state.outages.excused(setting.step_time_s),
+        quiet_since_s=setting.faults.quiet_since_s(state.now),
+        lag_s=setting.faults.apart_s * max(steps_s) / min(steps_s),
+    )
 
 
 def _nodes(
