@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from archipel import experiment
+from archipel import simulation
 from archipel.recipe import Recipe, parse_recipe
 from archipel.train.data import Shard
 from archipel.train.pool import Pool
@@ -74,7 +74,7 @@ def simulated(pool: Pool, steps: int, folder: Path, method: str = "diloco") -> f
     """Tokens per second of a whole simulated run, its two evaluations and its files among it; the
     processes are up already.
     """
-    summary = experiment.simulate(recipe(steps, method), pool, folder / "run")
+    summary = simulation.simulate(recipe(steps, method), pool, folder / "run")
     return float(summary["tokens"] / summary["wall_s"])
 
 
@@ -117,8 +117,8 @@ def main() -> None:
     )
     with (
         tempfile.TemporaryDirectory() as name,
-        experiment.open_pool(recipe(steps), 1) as one,
-        experiment.open_pool(recipe(steps), 2) as two,
+        simulation.open_pool(recipe(steps), 1) as one,
+        simulation.open_pool(recipe(steps), 2) as two,
     ):
         folder = Path(name)
         assert one is not None

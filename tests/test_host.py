@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from archipel import experiment, methods, outer
+from archipel import methods, outer, simulation
 from archipel.actor import (
     Actor,
     Context,
@@ -43,8 +43,9 @@ from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run.screening import ScreeningConfig
 from archipel.train.data import Shard
+from archipel.train.inner_steps import Solo
 from archipel.train.pool import Pool
-from archipel.train.replica import Replica, Run, Solo
+from archipel.train.replica import Replica, Run
 from archipel.train.task import NoTask, TaskConfig, make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
@@ -234,7 +235,7 @@ def test_synchronous_methods_end_with_the_simulators_weights(
     marks = live.rehearse(chosen, chosen.profile, 200)
     fleet, replica = fleet_of(chosen, marks)
     fleet.run()
-    summary = experiment.simulate(chosen, pools(chosen), tmp_path / "run")
+    summary = simulation.simulate(chosen, pools(chosen), tmp_path / "run")
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
     assert sum(host.marks.reached[-1].trained for host in holders) == summary["inner_steps"]
     lines = [
@@ -355,7 +356,7 @@ def test_mail_that_comes_twice_or_from_another_run_is_not_handled() -> None:
         post(to, envelope)
 
     for host in fleet.hosts.values():
-        host.post = twice
+        host.ctx.post = twice
     assert fleet.run()[B].recorder.messages == 20
 
 
@@ -444,7 +445,7 @@ def test_random_numbers_are_the_simulators() -> None:
     fleet = Fleet()
     fleet.add(Chatter(me=A))
     fleet.add(Chatter(me=B), run=Run(1, 1, 7))
-    assert fleet.hosts[B].rng.random() == np.random.default_rng((7, 1)).random()
+    assert fleet.hosts[B].ctx.rng.random() == np.random.default_rng((7, 1)).random()
 
 
 # Lives
@@ -509,7 +510,7 @@ def test_an_actor_is_told_of_its_peers_and_nothing_is_sent_to_the_lost() -> None
     host.begin()
     host.handle(News(B))
     host.handle(News(C))
-    host.send(B, Start())
+    host.ctx.send(B, Start())
     assert posted == []
     host.handle(News(B, life=2))
     assert host.actor.heard == ["Start", "Lost east/b", "Joined east/b"]  # type: ignore[attr-defined]
@@ -654,8 +655,8 @@ def test_a_host_goes_on_from_its_save(tmp_path: Path) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(after.compute.state, before.compute.state, strict=True)
     )
-    assert after.rng.random() == before.rng.random()
-    assert after.recorder.trainings == before.recorder.trainings
+    assert after.ctx.rng.random() == before.ctx.rng.random()
+    assert after.ctx.recorder.trainings == before.ctx.recorder.trainings
 
 
 def test_a_damaged_save_is_named_and_the_one_before_it_is_taken(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from archipel import experiment, methods
+from archipel import methods, simulation
 from archipel.actor import NodeId
 from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError, UserError
@@ -64,7 +64,7 @@ def recipe(method: str, /, *, seed: int = 0, **sections: Any) -> Recipe:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with experiment.open_pool(recipe("diloco"), 1) as pool:
+    with simulation.open_pool(recipe("diloco"), 1) as pool:
         assert pool is not None
         yield pool
 
@@ -185,7 +185,7 @@ def test_synchronous_methods_take_home_the_simulators_weights(
 ) -> None:
     chosen = recipe(method)
     summary = live.launch(chosen, tmp_path / "live")
-    modelled = experiment.simulate(chosen, pool, tmp_path / "simulated")
+    modelled = simulation.simulate(chosen, pool, tmp_path / "simulated")
     for key in ("inner_steps", "outer_steps", "tokens", "stopped", "settings", "workers"):
         assert summary[key] == modelled[key]
     ours, theirs = (
@@ -249,8 +249,8 @@ def test_replicas_of_several_processes_take_home_the_simulators_weights(
 ) -> None:
     """Stages of a pipeline, each a process, and replicas that FSDP2 shards over two."""
     chosen = recipe(method, **{"run": {"steps": 100, "evaluations": 4}, **sections})
-    with experiment.open_pool(chosen, 1) as staged:
-        modelled = experiment.simulate(chosen, staged, tmp_path / "simulated")
+    with simulation.open_pool(chosen, 1) as staged:
+        modelled = simulation.simulate(chosen, staged, tmp_path / "simulated")
     summary = live.launch(chosen, tmp_path / "live")
     for key in ("inner_steps", "outer_steps", "tokens", "settings"):
         assert summary[key] == modelled[key]
@@ -294,7 +294,7 @@ def test_asynchronous_methods_do_as_the_simulator_does(
     """
     summary = live.launch(recipe(method, live={"pace": "profile"}), tmp_path / "live")
     modelled = [
-        experiment.simulate(recipe(method, seed=seed), pool, tmp_path / str(seed))
+        simulation.simulate(recipe(method, seed=seed), pool, tmp_path / str(seed))
         for seed in range(5)
     ]
     for key in ("outer_steps", "local_updates"):
@@ -324,7 +324,7 @@ def test_halos_with_a_fixed_pace_has_the_simulators_order_of_events(
         live={"pace": "profile"},
     )
     live.launch(chosen, tmp_path / "live")
-    experiment.simulate(chosen, None, tmp_path / "simulated")
+    simulation.simulate(chosen, None, tmp_path / "simulated")
 
     def order(name: str) -> list[str]:
         events = json.loads((tmp_path / name / "trace.json").read_text())["traceEvents"]

@@ -15,12 +15,25 @@ from inline import Inline, Quadratic, linear_task, model_of, simulator, watch_ca
 from pydantic import ValidationError
 
 from archipel import methods
-from archipel.actor import NodeId, World
-from archipel.methods import noloco
+from archipel.actor import (
+    Joined,
+    Lost,
+    Message,
+    NodeId,
+    Refused,
+    Start,
+    Trained,
+    Worker,
+    World,
+)
+from archipel.methods import halos, noloco
+from archipel.parameter_server import Delta
 from archipel.run import wire
 from archipel.run.census import Plan
 from archipel.sim.topology import Topology, load_topology
 from archipel.train.replica import Run
+from archipel.train.task import Schedule
+from archipel.train.trainer import Done
 from archipel.vector import Layout
 
 ALL = methods.names()
@@ -62,6 +75,56 @@ WORLDS = {
     "shared links": load_topology("uneven-2-6").model_copy(update={"sharing": "fair"}),
     "a tree": load_topology("two-regions").model_copy(update={"collective": "tree"}),
 }
+
+SUMS: dict[str, Any] = {
+    "merge_weight": 0.0,
+    "local_lr": 1.0,
+    "local_momentum": 0.0,
+    "local_buffer": 1,
+    "global_lr": 1.0,
+    "global_momentum": 0.0,
+    "global_buffer": 1,
+}
+"""Settings with which HALoS' servers add up what they get."""
+W0 = NodeId("a", "w0")
+
+
+def workers_of_one_region(count: int) -> tuple[Worker, ...]:
+    return Topology(regions={"a": [1.0] * count}).workers
+
+
+@dataclasses.dataclass
+class Post:
+    """A context that keeps what an actor asks of it.
+
+    Attributes:
+        sent: messages, and to whom.
+        after_a_while: messages to itself.
+        progress: told with each request for inner steps.
+    """
+
+    sent: list[tuple[NodeId, Message]] = dataclasses.field(default_factory=list)
+    after_a_while: list[Message] = dataclasses.field(default_factory=list)
+    progress: list[int] = dataclasses.field(default_factory=list)
+
+    def train(self, theta: torch.Tensor, steps: int, progress: int) -> None:
+        self.progress.append(progress)
+
+    def after(self, seconds: float, message: Message) -> None:
+        self.after_a_while.append(message)
+
+    def send(self, to: NodeId, message: Message) -> None:
+        self.sent.append((to, message))
+
+    def to(self, node: NodeId) -> list[Any]:
+        return [message for to, message in self.sent if to == node]
+
+
+class Steps(Quadratic):
+    """Every inner step moves all weights by one."""
+
+    def train(self, worker: NodeId, theta: Any, steps: int, progress: int, due_s: float) -> Done:
+        return Done(Trained(theta + steps, steps, (1.0,) * steps))
 
 
 def small(name: str) -> dict[str, Any]:
@@ -351,6 +414,56 @@ def test_a_noloco_worker_left_over_steps_alone() -> None:
     assert float(model_of(sim)) == pytest.approx(phi, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["noloco", "diloco"])
+def test_with_dynamic_steps_all_workers_follow_one_learning_rate_schedule(name: str) -> None:
+    """The published speeds, 10,000 steps: everybody's last inner steps are at the end of the plan,
+    whose factor is a tenth.
+    """
+    told: dict[NodeId, int] = {}
+
+    class Listening(Quadratic):
+        def train(self, worker, theta, steps, progress, due_s):
+            told[worker] = progress
+            return super().train(worker, theta, steps, progress, due_s)
+
+    settings = {"dynamic_steps": True}
+    sim = simulator(name, Listening(), topology="halos-4x4", settings=settings, steps=10_000)
+    sim.run()
+    factors = [Schedule().factor(progress / 16, 10_000 / 16) for progress in told.values()]
+    assert len(factors) == 16
+    assert factors == pytest.approx([0.1] * 16, abs=0.01)
+
+
+def test_noloco_counts_the_inner_steps_of_all_who_are_there_or_out_of_reach() -> None:
+    """By hand: workers that take 4, 2 and 1 inner steps in an outer step, seen by the second one
+    with no momentum to lose and nobody to wait for.
+    """
+    topology = Topology(regions={"a": [1.0, 0.5, 0.25]})
+    config = noloco.Config(inner_steps=4, dynamic_steps=True, group_size=1)
+    first, me, last = noloco.build(config, World(topology.workers, 1, 0), torch.zeros(1))
+    post = Post()
+
+    def told_after_an_outer_step(*before: Message) -> int:
+        for message in before:
+            me.upon(message, me.me, post)
+        me.upon(Trained(torch.zeros(1), 2, ()), me.me, post)
+        me.upon(post.after_a_while.pop(), me.me, post)
+        return post.progress[-1]
+
+    me.upon(Start(), me.me, post)
+    assert post.progress == [0]
+    assert told_after_an_outer_step() == 7
+    assert told_after_an_outer_step(Lost(last.me)) == 7 + 6
+    assert told_after_an_outer_step(Lost(first.me, unreachable=True)) == 7 + 6 + 6
+    assert told_after_an_outer_step(Joined(last.me)) == 7 + 6 + 6 + 7
+    last.upon(Joined(last.me), last.me, post)
+    [request] = post.to(first.me)
+    assert isinstance(request, noloco.SlowWeightsRequest)
+    me.upon(request, last.me, post)
+    last.upon(post.to(last.me)[-1], first.me, post)
+    assert post.progress[-1] == 7 + 6 + 6 + 7
+
+
 # HALoS
 
 
@@ -452,6 +565,68 @@ def test_halos_tells_workers_the_progress_that_its_server_knows_of() -> None:
     sim = simulator("halos", Listening(), settings={"inner_steps": 4, "accumulate": 3}, steps=120)
     sim.run()
     assert told == [4 * i for i in range(len(told))]
+
+
+@pytest.mark.parametrize(("report_since", "absorbed"), [("merge", 6 + 10), ("send", 6 + 11)])
+def test_halos_absorbs_the_inner_steps_that_are_in_a_report_and_plans_by_all(
+    report_since: str, absorbed: int
+) -> None:
+    """By hand, K = 2: updates of 3 and 3 steps are reported; one of 1 step comes while the report
+    is in flight; after the merge 5 and 5 are reported.
+    """
+    world = World(workers_of_one_region(2), 1, 0)
+    config = halos.Config(**SUMS, accumulate=2, report_since=report_since)
+    global_server, server, *_ = halos.build(config, world, torch.zeros(1))
+    post = Post()
+    for steps in (3, 3, 1):
+        server.upon(Delta(torch.tensor([float(steps)]), steps), W0, post)
+    [report] = post.to(global_server.me)
+    global_server.upon(report, server.me, post)
+    assert (global_server.absorbed, global_server.trained) == (6, 6)
+    [model] = post.to(server.me)
+    server.upon(model, global_server.me, post)
+    for steps in (5, 5):
+        server.upon(Delta(torch.tensor([float(steps)]), steps), W0, post)
+    _, report = post.to(global_server.me)
+    global_server.upon(report, server.me, post)
+    assert (global_server.absorbed, global_server.trained) == (absorbed, 6 + 1 + 10)
+    assert float(global_server.theta) == -absorbed  # each step moved its model by one
+
+
+@pytest.mark.parametrize("report_since", ["merge", "send"])
+def test_halos_absorbs_what_its_model_has_moved_by(report_since: str) -> None:
+    """Where every inner step moves by one and the servers add up, the model itself is the count."""
+    sim = simulator(
+        "halos",
+        Steps(),
+        topology="halos-4x4",
+        settings={**SUMS, "accumulate": 3, "report_since": report_since},
+        theta=torch.zeros(1),
+        steps=5000,
+    )
+    assert sim.run() == "steps"
+    server = sim.actors[NodeId("r0", "global")]
+    assert server.absorbed == float(server.theta)
+    assert server.trained >= 5000
+    assert (server.absorbed == server.trained) == (report_since == "send")
+
+
+def test_halos_forgets_a_report_that_is_refused_or_lost() -> None:
+    """What was in it is in no later report, so that it is neither absorbed nor planned by."""
+    world = World(workers_of_one_region(1), 1, 0)
+    config = halos.Config(**SUMS, accumulate=1)
+    global_server, server, *_ = halos.build(config, world, torch.zeros(1))
+    post = Post()
+    server.upon(Delta(torch.ones(1), 4), W0, post)
+    [report] = post.to(global_server.me)
+    global_server.upon(Refused(report), server.me, post)
+    server.upon(post.to(server.me)[-1], global_server.me, post)
+    server.upon(Delta(torch.ones(1), 5), W0, post)  # its report is lost
+    global_server.upon(Joined(global_server.me), global_server.me, post)
+    server.upon(post.to(server.me)[-1], global_server.me, post)
+    server.upon(Delta(torch.ones(1), 7), W0, post)
+    global_server.upon(post.to(global_server.me)[-1], server.me, post)
+    assert (global_server.absorbed, global_server.trained) == (7, 7)
 
 
 def test_stop_by_seconds_leaves_every_method_at_that_time() -> None:

@@ -148,7 +148,7 @@ def test_async_local_sgd_follows_the_published_events(runs: dict[str, dict]) -> 
 
 
 def test_halos_follows_the_published_events(runs: dict[str, dict]) -> None:
-    run, (seconds, global_updates, local_updates, steps) = runs["halos"], halos_reference(8, 32)
+    run, (seconds, global_updates, local_updates, steps) = runs["halos"], halos_reference(32, 32)
     assert (run["outer_steps"], run["local_updates"], run["inner_steps"]) == (
         global_updates,
         local_updates,

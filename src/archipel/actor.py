@@ -207,8 +207,8 @@ class Actor(ABC):
 
     Attributes:
         me: this actor's address.
-        absorbed: inner steps that `model()` has absorbed, summed over the workers that took them. 0
-            where there is no model.
+        absorbed: inner steps that are in `model()`, summed over the workers that took them. 0 where
+            there is no model.
         outer_steps: outer steps that this actor has taken on the model that a user takes home.
         local_updates: outer steps that it has taken on a model that only its region sees.
     """
@@ -218,14 +218,19 @@ class Actor(ABC):
     outer_steps: int = 0
     local_updates: int = 0
 
+    @property
+    def trained(self) -> int:
+        """Inner steps that count for the plan of the run: those that workers have taken, as far as
+        this actor has been told.
+
+        They are the `absorbed` ones, unless the method trains steps that never reach the model that
+        a user takes home; it then has a field of this name. 0 where there is no model.
+        """
+        return self.absorbed
+
     @abstractmethod
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         """React to one message. The only place where an actor's fields change."""
-
-    @property
-    def trained(self) -> int:
-        """Inner steps that count for the plan."""
-        return self.absorbed
 
     def model(self) -> Vector | None:
         """This actor's part of the model that a user takes home (the mean of all parts), or None if

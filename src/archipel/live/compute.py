@@ -24,8 +24,9 @@ from archipel.errors import TrainingError, UserError
 from archipel.live.marks import Copy, Marks
 from archipel.live.meeting import Meeting, meet
 from archipel.live.protocol import HostSetup
-from archipel.train.pool import place_of
-from archipel.train.replica import NonFiniteLoss, Replica, Solo
+from archipel.pyfile import place_of
+from archipel.train.inner_steps import InnerSteps, NoSteps, Solo
+from archipel.train.replica import NonFiniteLoss, Replica
 from archipel.train.sharded import Leader, ShardedReplica
 from archipel.train.stage import Stage
 from archipel.train.task import make_task
@@ -63,32 +64,6 @@ Job = Callable[[AfterStep], Message]
 
 class Stopped(Exception):
     """The host has been stopped in the middle of its inner steps."""
-
-
-class NoSteps:
-    """Inner steps where nothing is trained."""
-
-    def train(
-        self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: AfterStep
-    ) -> list[float]:
-        for _ in range(steps):
-            after_step()
-        return []
-
-    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
-        return [0.0]
-
-    def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
-        return []
-
-    def integers(self) -> dict[str, Tensor]:
-        return {}
-
-
-InnerSteps = NoSteps | Solo | Stage | Leader
-"""Who takes a worker's inner steps: nobody, this process alone, this process as one stage, or as
-the first of several.
-"""
 
 
 def device() -> torch.device:
@@ -182,15 +157,10 @@ class Compute:
         self.batch += steps
 
     def gradient(self, theta: Vector, progress: int) -> None:
-        theta, batch, inner = theta.clone(), self.batch, self.inner
-        if isinstance(inner, Stage):
-            raise UserError(
-                "pipeline: this method asks for single gradients, which a model in stages does not "
-                "give"
-            )
+        theta, batch = theta.clone(), self.batch
 
         def job(after_step: AfterStep) -> Message:
-            [loss] = inner.differentiate(theta, batch)
+            [loss] = self.inner.gradient(theta, batch)
             after_step()
             return Gradient(theta, loss)
 
@@ -198,11 +168,10 @@ class Compute:
         self.batch += 1
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
-        theta, gradient, inner = theta.clone(), gradient.clone(), self.inner
-        assert not isinstance(inner, Stage)  # which gave no gradient
+        theta, gradient = theta.clone(), gradient.clone()
 
         def job(after_step: AfterStep) -> Message:
-            inner.apply(theta, gradient, progress)
+            self.inner.apply(theta, gradient, progress)
             return Trained(theta, 1, ())
 
         self._begin(job, progress)
@@ -214,13 +183,12 @@ class Compute:
 
     def reset_optimizer(self) -> None:
         """The inner optimizer begins anew: what it keeps may not be finite."""
-        if isinstance(self.inner, Solo):
-            self.inner.reset_optimizer()
+        self.inner.reset_optimizer()
 
     @property
     def state(self) -> list[Tensor]:
-        """What the inner optimizer keeps, where this process is a worker of its own."""
-        return self.inner.state if isinstance(self.inner, Solo) else []
+        """What the worker keeps between its inner steps, and is saved."""
+        return list(self.inner.state)
 
     def load(self, batch: int, state: list[Tensor]) -> None:
         """Go on from a save: the number of the next batch, and what the inner optimizer kept."""

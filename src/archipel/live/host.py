@@ -1,9 +1,9 @@
-"""One actor under the real clock: its mailbox and its verbs.
+"""One actor under the real clock, and its mailbox.
 
-What belongs here: what one node of a live run does with what comes to it. What does not: the thread
-in which it computes (`compute.py`), what it keeps for an evaluation (`marks.py`) or for a restart
-(`saves.py`), who carries its mail (`ray_host.py`), who watches over it (`watch.py`). Nothing here
-knows Ray.
+What belongs here: what one node of a live run does with what comes to it. What does not: what its
+actor may ask for (`verbs.py`), the thread in which it computes (`compute.py`), what it keeps for an
+evaluation (`marks.py`) or for a restart (`saves.py`), who carries its mail (`ray_host.py`), who
+watches over it (`watch.py`). Nothing here knows Ray.
 
 A host handles one thing at a time, in the order in which they come; `mail.Inbox` puts each sender's
 messages in order first. It trains and evaluates in a second thread, so that a server's answer or a
@@ -39,22 +39,19 @@ from archipel.actor import (
     Lost,
     Message,
     NodeId,
-    Reduced,
     Start,
-    Vector,
 )
 from archipel.errors import TrainingError, UserError
 from archipel.live import saves
-from archipel.live.all_reduce import AllReduceMessage, AllReduces
+from archipel.live.all_reduce import AllReduceMessage
 from archipel.live.compute import Compute, JobEnded, JobFailed
-from archipel.live.mail import Envelope, Inbox, contents
+from archipel.live.mail import Envelope
 from archipel.live.marks import Marks
 from archipel.live.protocol import BadLoss, HostSetup, Mark, Membership, News, Record, Status
-from archipel.run.metrics import Recorder
+from archipel.live.verbs import HostContext, Own
+from archipel.pyfile import place_of
 from archipel.run.node import Node
 from archipel.run.screening import Screen
-from archipel.train.pool import place_of
-from archipel.train.stage import Stage
 
 LOCK_S = 0.1
 """A host that is asked how it is waits so long for its handler to end."""
@@ -68,22 +65,12 @@ class Arrival:
     time_s: float
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Own:
-    """A message that the actor is to get from itself, or an answer to it; and the life that it is
-    of.
-    """
-
-    message: Message
-    life: int
-
-
 Item = Arrival | Own | JobEnded | JobFailed | News | Membership
 """What a host takes in, one at a time."""
 
 
 class Host:
-    """Runs one actor; it is the actor's `Context`.
+    """Runs one actor.
 
     Args:
         setup: who it is and what it does.
@@ -101,33 +88,24 @@ class Host:
         actor: Actor = pickle.loads(setup.actor)
         screen = Screen(setup.screening) if setup.screening else None
         self.node = Node(actor, parameters=setup.parameters, screen=screen)
-        self.setup, self.post, self.me = setup, post, actor.me
-        self.rng = np.random.default_rng((setup.run.seed, setup.seed_rank))
+        self.setup, self.me = setup, actor.me
         self.mailbox: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[BadLoss | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # held while something is handled
-        self.recorder = Recorder()
-        self.started_s = time.perf_counter()
+        self.ctx = HostContext(self.node, setup, post, self.mailbox.put)
         self.marks = Marks(setup.marks, waits_for_release=setup.waits_for_release)
-        self.compute = Compute(self.me, setup, self.marks, self.mailbox.put, lambda: self.now)
+        self.compute = Compute(self.me, setup, self.marks, self.mailbox.put, lambda: self.ctx.now)
+        self.ctx.compute = self.compute
         self.handled, self.last_handled_s = 0, 0.0
         self.loss: float | None = None
         self.finished = True  # inner steps, since the last loss that was not finite
         self.waits_for_life = False
         self.saves = saves.SaveRequests()
-        self._begin_life(setup.membership)
-        self.last_status = self._status()
+        self.last_status = snapshot_of(self)
 
     @property
     def actor(self) -> Actor:
         return self.node.actor
-
-    def _begin_life(self, membership: Membership) -> None:
-        """Forget all mail and all-reduces: those of an earlier life are lost."""
-        gone = set(membership.gone)
-        self.inbox = Inbox(self.setup.epoch, membership.life, dict(membership.lives), gone)
-        self.sent: dict[NodeId, int] = {}
-        self.reduces = AllReduces(self.me, self.send, self._reduced, membership.losses, set(gone))
 
     # What others ask of a host, from other threads
 
@@ -143,11 +121,11 @@ class Host:
             self.handle(item)
             del item  # so that the memory of its vectors is free for the next ones
         with self.lock:
-            return Record(self.recorder, self.actor.local_updates, self.compute.integers)
+            return Record(self.ctx.recorder, self.actor.local_updates, self.compute.integers)
 
     def begin(self, clock_s: float = 0.0) -> None:
         """Start the actor, or tell it that it is there again and who is not."""
-        self.started_s = time.perf_counter() - clock_s
+        self.ctx.started_s = time.perf_counter() - clock_s
         with self.lock, naming(self.me):
             self._keep_at_marks()
             if self.setup.begins == "start":
@@ -164,7 +142,7 @@ class Host:
 
     def deliver(self, envelope: Envelope) -> None:
         """Mail has come."""
-        self.mailbox.put(Arrival(envelope, self.now))
+        self.mailbox.put(Arrival(envelope, self.ctx.now))
 
     def tell(self, news: News) -> None:
         """Another host is lost, or there again."""
@@ -195,7 +173,7 @@ class Host:
         with self.lock:
             copy = self.saves.wanted = Future()
             if not self.node.busy:
-                self.saves.serve(self._state())
+                self.saves.serve(state_of(self))
         self.saves.write(self.setup.save_folder, copy)
 
     def load(self) -> list[str]:
@@ -210,9 +188,10 @@ class Host:
         needed = begins == "resume" and self.setup.shard is None
         if not needed and not checkpoint.checkpoints(folder.path):
             return [f"{self.me} has no save to go on from, and begins anew"]
-        state, said = saves.load(folder, self.actor, self.recorder)
-        self.node.actor, self.node.screen, self.rng = state.actor, state.screen, state.rng
-        self.recorder, self.handled = state.recorder, state.events
+        state, said = saves.load(folder, self.actor, self.ctx.recorder)
+        self.node.actor, self.node.screen = state.actor, state.screen
+        self.ctx.rng, self.ctx.recorder = state.rng, state.recorder
+        self.handled = state.events
         self.compute.load(state.batch, state.inner)
         return said
 
@@ -224,10 +203,10 @@ class Host:
         self.marks.release(released)
         if self.lock.acquire(timeout=LOCK_S):
             try:
-                self.last_status = self._status()
+                self.last_status = snapshot_of(self)
             finally:
                 self.lock.release()
-        now, compute = self.now, self.compute
+        now, compute = self.ctx.now, self.compute
         quiet_s = now - max(self.last_handled_s, compute.last_tick_s)
         return replace(
             self.last_status,
@@ -259,48 +238,6 @@ class Host:
         """
         return self.marks.vector(number)[start:stop].numpy()
 
-    # The actor's verbs: `actor.Context`
-
-    @property
-    def now(self) -> float:
-        return time.perf_counter() - self.started_s
-
-    def send(self, to: NodeId, message: Message) -> None:
-        if to in self.inbox.gone:
-            return
-        number = self.sent.get(to, 0)
-        self.sent[to] = number + 1
-        lives = self.inbox.life, self.inbox.lives.get(to, 0)
-        epoch, kind = self.setup.epoch, type(message)
-        self.post(to, Envelope(self.me, epoch, lives, number, self.now, kind, contents(message)))
-
-    def after(self, seconds: float, message: Message) -> None:
-        own = Own(message, self.inbox.life)
-        if not seconds:
-            self.mailbox.put(own)
-            return
-        timer = threading.Timer(seconds, self.mailbox.put, (own,))
-        timer.daemon = True
-        timer.start()
-
-    def train(self, theta: Vector, steps: int, progress: int) -> None:
-        self.node.begin_job()
-        self.compute.train(theta, steps, progress)
-
-    def gradient(self, theta: Vector, progress: int) -> None:
-        self.node.begin_job()
-        self.compute.gradient(theta, progress)
-
-    def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
-        self.node.begin_job()
-        self.compute.apply(theta, gradient, progress)
-
-    def all_reduce(
-        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
-    ) -> None:
-        refused = self.node.refuses([vector], self.me, self.now, self.recorder)
-        self.reduces.call(group, vector, round, self.now, refused=refused)
-
     # One thing at a time
 
     def _take_in(self, item: Item) -> None:
@@ -310,13 +247,13 @@ class Host:
             case _ if self.waits_for_life:
                 pass  # whatever it was, it has been lost with the earlier life
             case Arrival(envelope=envelope, time_s=time_s):
-                for ready in self.inbox.accept(envelope):
+                for ready in self.ctx.inbox.accept(envelope):
                     self._open(ready, time_s)
-            case Own(message=message, life=life) if life == self.inbox.life:
+            case Own(message=message, life=life) if life == self.ctx.inbox.life:
                 self._handle(message, self.me)
             case JobEnded(message=message):
                 self._note(item)
-                self.saves.serve(self._state())  # before the actor asks for more
+                self.saves.serve(state_of(self))  # before the actor asks for more
                 self._handle(message, self.me)
             case JobFailed(text=text):
                 self._fail(text)
@@ -326,61 +263,55 @@ class Host:
     def _hear(self, news: News) -> None:
         node, known = news.node, news.node in self.actor.peers()
         if news.life is None:
-            self.inbox.lost(node)
-            self.reduces.lost(node)
+            self.ctx.lose(node)
             if known:
                 self._handle(Lost(node), self.me)
             return
-        early = self.inbox.joined(node, news.life)
-        self.sent.pop(node, None)
-        self.reduces.joined(node)
+        early = self.ctx.rejoin(node, news.life)
         if known:
             self._handle(Joined(node), self.me)
         for envelope in early:
-            self._open(envelope, self.now)
+            self._open(envelope, self.ctx.now)
 
     def _open(self, envelope: Envelope, time_s: float) -> None:
         sender, size_bytes, message = envelope.sender, envelope.size_bytes, envelope.open()
         slow = sender.region != self.me.region
         if isinstance(message, AllReduceMessage):
-            self.recorder.counts(1, size_bytes, size_bytes if slow else 0)
+            self.ctx.recorder.counts(1, size_bytes, size_bytes if slow else 0)
             self._happened()
-            self.reduces.receive(message, sender)
+            self.ctx.reduces.receive(message, sender)
         else:
             # The two clocks started at one message's distance from each other.
-            self.recorder.sends(sender, min(envelope.sent_s, time_s), time_s, size_bytes, slow=slow)
+            self.ctx.recorder.sends(
+                sender, min(envelope.sent_s, time_s), time_s, size_bytes, slow=slow
+            )
             self._handle(message, sender)
 
     def _handle(self, message: Message, sender: NodeId) -> None:
         self._happened()
-        self.node.handle(message, sender, self, self.recorder)
+        self.node.handle(message, sender, self.ctx, self.ctx.recorder)
         self._keep_at_marks()
-
-    def _reduced(self, reduced: Reduced, since_s: float) -> None:
-        self.recorder.reduces((self.me,), since_s, self.now)
-        self.mailbox.put(Own(reduced, self.inbox.life))
 
     def _happened(self) -> None:
         self.handled += 1
-        self.last_handled_s = self.now
+        self.last_handled_s = self.ctx.now
 
     # Inner steps have ended
 
     def _note(self, ended: JobEnded) -> None:
         """Put down what the inner steps were."""
         self.compute.end_job()
-        self.recorder.computes(self.me, ended.start_s, ended.end_s)
+        self.ctx.recorder.computes(self.me, ended.start_s, ended.end_s)
         loss = self.node.end_job(
             ended.message,
             ended.end_s,
             ended.progress,
-            self.recorder,
+            self.ctx.recorder,
             losses_count=self.setup.trains,
         )
         self.finished = True
         self.loss = self.loss if loss is None else loss
-        if isinstance(self.compute.inner, Stage):
-            self.recorder.counts(*self.compute.inner.take_counts())
+        self.ctx.recorder.counts(*self.compute.inner.take_counts())
 
     def _fail(self, text: str) -> None:
         """A loss is not finite: what was under way is lost, and the inner optimizer begins anew."""
@@ -394,8 +325,8 @@ class Host:
 
     def _begin_again(self, membership: Membership) -> None:
         self.waits_for_life = False
-        self._begin_life(membership)
-        self.saves.serve(self._state())
+        self.ctx.begin_life(membership)
+        self.saves.serve(state_of(self))
         self._join(membership.gone)
 
     def _join(self, gone: Group) -> None:
@@ -405,17 +336,6 @@ class Host:
         for node in gone:
             if node in peers:
                 self._handle(Lost(node), self.me)
-
-    def _state(self) -> saves.HostState:
-        return saves.HostState(
-            self.actor,
-            self.rng,
-            self.compute.batch,
-            self.compute.state,
-            self.node.screen,
-            self.recorder,
-            self.handled + self.compute.ticks,
-        )
 
     # Marks
 
@@ -427,45 +347,64 @@ class Host:
                 self.events.put(None)
 
     def _mark(self, count: int) -> int | None:
-        """Keep my part of the model at so many marks, if I hold one; the number of the last mark."""
+        """Keep my part of the model at so many marks, if I hold one; the number of the last
+        mark.
+        """
         actor, model = self.actor, self.actor.model()
         if model is None:
             self.marks.close()
             return None
-        mark = Mark(self.now, actor.trained, actor.absorbed, actor.outer_steps)
+        mark = Mark(self.ctx.now, actor.trained, actor.absorbed, actor.outer_steps)
         copy = self.marks.add(mark, model.clone(), count)
         self.compute.evaluate(copy)
         return copy.numbers[-1]
 
-    # How things stand
 
-    def _status(self) -> Status:
-        """What only holds between two handlers; `status` adds the rest."""
-        recorder = self.recorder
-        return Status(
-            time_s=self.now,
-            events=0,
-            quiet_s=0.0,
-            trained=self.actor.trained,
-            compute_s=sum(recorder.compute_s.values()),
-            loss=self.loss,
-            doing=self._doing(),
-            holds=self.actor.model() is not None,
-            saving=False,
-            refused=dict(recorder.refused),
-            messages=recorder.messages,
-            sent_bytes=recorder.sent_bytes,
-            slow_link_bytes=recorder.slow_link_bytes,
-            first_mark=0,
-            marks=(),
-        )
+def snapshot_of(host: Host) -> Status:
+    """How things stand with a host, as far as that only holds between two handlers; `Host.status`
+    adds the rest.
+    """
+    recorder = host.ctx.recorder
+    return Status(
+        time_s=host.ctx.now,
+        events=0,
+        quiet_s=0.0,
+        trained=host.actor.trained,
+        compute_s=sum(recorder.compute_s.values()),
+        loss=host.loss,
+        doing=doing(host),
+        holds=host.actor.model() is not None,
+        saving=False,
+        refused=dict(recorder.refused),
+        messages=recorder.messages,
+        sent_bytes=recorder.sent_bytes,
+        slow_link_bytes=recorder.slow_link_bytes,
+        first_mark=0,
+        marks=(),
+    )
 
-    def _doing(self) -> str:
-        if self.compute.training_since_s is not None:
-            return f"trains since {self.now - self.compute.training_since_s:.1f} s"
-        if self.waits_for_life:
-            return "waits until it can begin again after a loss that is not finite"
-        return self.reduces.waits_for() or f"waits for {self.actor.waits_for()}"
+
+def state_of(host: Host) -> saves.HostState:
+    """What a host would go on from, between two handlers; not a copy."""
+    return saves.HostState(
+        host.actor,
+        host.ctx.rng,
+        host.compute.batch,
+        host.compute.state,
+        host.node.screen,
+        host.ctx.recorder,
+        host.handled + host.compute.ticks,
+    )
+
+
+def doing(host: Host) -> str:
+    """What a host does or waits for, in words."""
+    since_s = host.compute.training_since_s
+    if since_s is not None:
+        return f"trains since {host.ctx.now - since_s:.1f} s"
+    if host.waits_for_life:
+        return "waits until it can begin again after a loss that is not finite"
+    return host.ctx.reduces.waits_for() or f"waits for {host.actor.waits_for()}"
 
 
 @contextmanager

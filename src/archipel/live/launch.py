@@ -26,11 +26,10 @@ from typing import Any
 
 import torch
 
-from archipel import experiment
+from archipel import assemble, rundir
 from archipel.actor import Actor, NodeId, Vector
 from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.experiment import CHECKPOINTS, INTERRUPTED, LIVE, Ended
 from archipel.live.beginning import meetings_of, start
 from archipel.live.cluster import Machine, check_protected, machines, place, session
 from archipel.live.compute import device
@@ -48,14 +47,17 @@ from archipel.live.watch import Watch
 from archipel.recipe import Recipe
 from archipel.run.census import Census, Plan
 from archipel.run.metrics import Recorder, merged
+from archipel.rundir import CHECKPOINTS, INTERRUPTED, LIVE, Ended
 from archipel.sim.faults import FaultsConfig
 from archipel.sim.topology import Profile
+from archipel.train.cut import boundary_bytes, parts_of
 from archipel.train.data import Shard, shards_of
-from archipel.train.pipeline import Pipeline, check_micro_batches, cut
-from archipel.train.pool import median_step_time_s
-from archipel.train.replica import Replica, Run
-from archipel.train.task import NoTask, Task, make_task
-from archipel.vector import Layout, largest
+from archipel.train.pipeline import Pipeline
+from archipel.train.pool_process import median_step_time_s
+from archipel.train.replica import Replica, Run, layout_of
+from archipel.train.task import CPU, NoTask, Task, make_task
+from archipel.train.trial import try_out
+from archipel.vector import largest
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def launch(
     bytes; its summary.
 
     After Ctrl-C the directory holds what happened until then, and `KeyboardInterrupt` goes on.
-    After an error it holds what has been saved, if anything has.
+    After an error it holds what has been saved, if anything has. Nobody else may use the directory
+    meanwhile, see `rundir.alone_in`.
 
     Args:
         address: of a running Ray cluster; None: a private one on this machine, for the time of the
@@ -134,8 +137,7 @@ def launch(
     check_launch(recipe, every)
     saved = WatchState(secrets.randbits(62))
     if resume:
-        with experiment.alone_in(directory):
-            saved = load_watch(folder_of(directory), recipe.to_yaml())
+        saved = load_watch(folder_of(directory), recipe.to_yaml())
     wall_s -= saved.time_s
     torch.set_num_threads(1)  # the workers need the cores
     try:
@@ -148,10 +150,9 @@ def launch(
                 try:
                     start(watch, meetings_of(watch, parts.pipeline, insecure=insecure))
                     if not resume:
-                        experiment.start_directory(directory, parts.recipe)
-                    with experiment.alone_in(directory):
-                        stopped = watch.run()
-                        return _leave(directory, parts, watch, stopped, wall_s)
+                        rundir.start(directory, parts.recipe)
+                    stopped = watch.run()
+                    return _leave(directory, parts, watch, stopped, wall_s)
                 except KeyboardInterrupt:
                     if watch.started_s is not None:
                         watch.ask(watch.fleet.waiting("run"))
@@ -214,7 +215,7 @@ def _kept_if_saved(directory: Path, recipe: Recipe, *, resume: bool) -> Iterator
     try:
         yield
     except (UserError, TrainingError, OSError) as error:
-        if not resume and not saved(directory) and experiment.is_run_directory(directory):
+        if not resume and not saved(directory) and rundir.is_run_directory(directory):
             shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, Diverged):
             raise Diverged(f"{recipe.label}: {error}") from None
@@ -225,27 +226,31 @@ def prepare(recipe: Recipe, *, resume: bool) -> Parts:
     """Whatever can be done, and go wrong, before the first process is started. A run that goes on
     has no rehearsal.
     """
-    experiment.check_reachable(recipe)
+    assemble.check_reachable(recipe)
     task = None if isinstance(recipe.task, NoTask) else make_task(recipe.task)
-    steps = experiment.planned_steps(recipe, task.tokens_per_step if task else None)
+    steps = assemble.planned_steps(recipe, task.tokens_per_step if task else None)
     workers, seed = recipe.topology.workers, recipe.run.seed
     run = Run(steps, recipe.replicas, seed)
     replica = None if task is None else Replica(task, run, device())
-    # Before the profile is measured: that takes inner steps with this replica.
-    theta = replica.layout.read(replica.module) if replica else torch.empty(0)
-    profile = recipe.profile or measure_profile(replica, shards(recipe)[workers[0].id])
+    pipeline = assemble.pipeline_of(recipe)
+    if replica:
+        try_out(replica, shards(recipe)[workers[0].id])
+    profile = recipe.profile or measure_profile(replica, shards(recipe)[workers[0].id], pipeline)
     recipe = replace(recipe, profile=profile)
     marks = [] if resume else rehearse(recipe, profile, steps)
-    pipeline, layouts = experiment.pipeline_of(recipe), [replica.layout] if replica else []
+    theta = replica.first.clone() if replica else torch.empty(0)
+    layouts = [replica.layout] if replica else []
     if task and pipeline:
-        check_micro_batches(task, shards(recipe)[workers[0].id], pipeline.micro_batches)
-        layouts = [Layout.of(part) for part in cut(task.seeded_model(seed), pipeline.stages)]
+        stages = parts_of(task, seed, pipeline.stages, pipeline.micro_batches)
+        layouts = [layout_of(task, stage, CPU) for stage in stages]
         pipeline = replace(pipeline, parameters=tuple(layout.parameters for layout in layouts))
-    actors = experiment.build_actors(recipe, pipeline, theta, layouts)
+    actors = assemble.build_actors(recipe, pipeline, theta, layouts)
     return Parts(recipe, actors, run, marks, task, replica, pipeline)
 
 
-def measure_profile(replica: Replica | None, shard: Shard) -> Profile:
+def measure_profile(
+    replica: Replica | None, shard: Shard, pipeline: Pipeline | None = None
+) -> Profile:
     """The profile `measured`: the weights of this task, and the time of one of its inner steps on
     this machine.
 
@@ -258,6 +263,9 @@ def measure_profile(replica: Replica | None, shard: Shard) -> Profile:
         name="measured",
         model_bytes=4 * replica.layout.numel,
         step_time_s=median_step_time_s(replica, shard),
+        activation_bytes=boundary_bytes(replica.task, pipeline.stages, pipeline.micro_batches)
+        if pipeline
+        else 0,
     )
 
 
@@ -265,7 +273,7 @@ def shards(recipe: Recipe) -> dict[NodeId, Shard]:
     """Each worker's data; all stages of a replica have those of the first one."""
     workers, pipeline = (
         [worker.id for worker in recipe.topology.workers],
-        experiment.pipeline_of(recipe),
+        assemble.pipeline_of(recipe),
     )
     readers = pipeline.nodes[0] if pipeline else workers
     data = shards_of([reader.region for reader in readers], recipe.run.seed)
@@ -391,6 +399,7 @@ def _leave(
     ended = Ended(
         time_s=taken.time_s,
         inner_steps=taken.inner_steps,
+        absorbed_steps=taken.absorbed_steps,
         outer_steps=taken.outer_steps,
         local_updates=sum(record.local_updates for record in records),
         parts=course.home.models(),
@@ -406,4 +415,4 @@ def _leave(
         processes=len(recipe.topology.workers) * recipe.live.processes,
         taken_home_bytes=course.home.received_bytes,
     )
-    return experiment.leave(directory, recipe, ended, stopped, time.perf_counter() - wall_s)
+    return rundir.leave(directory, recipe, ended, stopped, time.perf_counter() - wall_s)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from archipel import experiment
+from archipel import assemble
 from archipel.actor import NodeId
 from archipel.recipe import Recipe
 from archipel.run.census import Plan
@@ -25,7 +25,7 @@ from archipel.run.observer import Observer
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.topology import Profile
-from archipel.train.pool import NoTraining
+from archipel.train.trainer import NoTraining
 
 
 @dataclass
@@ -45,9 +45,9 @@ def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, 
     Raises:
         UserError, TrainingError: the method would not come to its end; see `Simulator.run`.
     """
-    seed, pipeline, rehearsal = recipe.run.seed, experiment.pipeline_of(recipe), Marks()
+    seed, pipeline, rehearsal = recipe.run.seed, assemble.pipeline_of(recipe), Marks()
     Simulator(
-        experiment.build_actors(recipe, pipeline, torch.empty(0), ()),
+        assemble.build_actors(recipe, pipeline, torch.empty(0), ()),
         recipe.topology.workers,
         Network(recipe.topology, np.random.default_rng((seed, 0x2E7))),
         profile,

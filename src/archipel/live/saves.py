@@ -17,7 +17,8 @@ from torch import Tensor
 
 from archipel import checkpoint
 from archipel.actor import Actor, NodeId
-from archipel.checkpoint import Encoded, Every, Surroundings
+from archipel.checkpoint import Encoded, Every
+from archipel.encoding import Surroundings
 from archipel.live.protocol import SaveFolder
 from archipel.run.metrics import Evaluation, Recorder
 from archipel.run.screening import Screen

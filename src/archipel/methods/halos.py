@@ -15,7 +15,9 @@ flight at a time.
 Deviation, on request: the updates that a local server applies while its report is in flight are
 kept in its own model but are part of no report, in the authors' code and with `report_since:
 merge`. The paper can be read otherwise; with `report_since: send` the next report starts where the
-last one ended (the merge then moves the starting point by as much as it moves the model).
+last one ended (the merge then moves the starting point by as much as it moves the model). So a
+report carries two counts of inner steps: those that have been trained, which the plan and the
+learning rate follow, and those that are in its displacement, which the global model absorbs.
 
 When something is lost: a report that is lost is not sent again, for nobody knows whether it was
 applied. A server that is there again sends its model to all that it serves, and a local server
@@ -23,8 +25,9 @@ blends it in like an answer. A local server that restarts begins a new report, s
 hold updates that it has reported already. A report that is refused is answered like any other: what
 was in it is in the local model alone.
 
-Defaults are those the authors chose by sweep on a 70M model; H = 8 is their script's, the paper's
-table has 32. The learning rates are 0.15 · 2 and 0.2 · 16: their scripts multiply by the buffer.
+Defaults are those that the authors chose by sweep on a 70M model, with the paper's H = 32; their
+example script has H = 8. The learning rates are 0.15 · 2 and 0.2 · 16: their scripts multiply by
+the buffer.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from archipel.actor import (
     NodeId,
     Refused,
     Start,
+    Update,
     Vector,
     World,
 )
@@ -56,7 +60,7 @@ class Config(MethodConfig):
     """HALoS' settings."""
 
     inner_steps: int = Field(
-        8, ge=1, description="H: inner steps of the fastest worker between two exchanges"
+        32, ge=1, description="H: inner steps of the fastest worker between two exchanges"
     )
     dynamic_steps: bool = Field(
         True, description="slower workers take fewer inner steps, so that all finish together"
@@ -99,14 +103,32 @@ class Config(MethodConfig):
     )
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Report(Update):
+    """From a local server to the global one, which answers with a `Model`, also if it is `Refused`.
+
+    Attributes:
+        absorbed: inner steps whose displacement is in `gradient`.
+        trained: inner steps applied at the local server since its last report; with `report_since:
+            merge` some of them are in no report's `gradient`.
+    """
+
+    absorbed: int
+    trained: int
+
+
 @dataclass(kw_only=True)
 class LocalServer(Actor):
-    """`base` is where the next report's displacement starts; `merged_at` counts the updates up to
-    the last merge.
+    """A regional server.
 
-    `progress` is what the global server said last. `unreported` and `in_flight` are the inner steps
-    applied here that the global server has not been told of, and those it is being told of:
-    together they are the best guess at the common progress.
+    Attributes:
+        base: where the next report's displacement starts.
+        merged_at: `local_updates` at the last merge.
+        progress: the common progress that the global server told last.
+        unreported: inner steps applied here that the global server has not been told of.
+        in_flight: inner steps that the report on its way tells of. The best guess at the common
+            progress is `progress + in_flight + unreported`.
+        displaced: inner steps that have moved `theta` away from `base`.
     """
 
     config: Config
@@ -119,6 +141,7 @@ class LocalServer(Actor):
     progress: int = 0
     unreported: int = 0
     in_flight: int = 0
+    displaced: int = 0
 
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
@@ -130,6 +153,7 @@ class LocalServer(Actor):
                 self.outer.step(self.theta, gradient)
                 self.local_updates += 1
                 self.unreported += steps
+                self.displaced += steps
                 if self.local_updates == self.merged_at + self.config.accumulate:
                     self.report(ctx)
                 self.answer((sender,), ctx)
@@ -142,7 +166,7 @@ class LocalServer(Actor):
                 self.progress, self.in_flight = progress, 0
             case Joined(node=self.me):
                 self.base, self.merged_at = self.theta.clone(), self.local_updates
-                self.unreported = self.in_flight = 0
+                self.unreported = self.in_flight = self.displaced = 0
                 self.answer(self.workers, ctx)
             case Joined(node=worker) if worker in self.workers:
                 self.answer((worker,), ctx)
@@ -154,19 +178,17 @@ class LocalServer(Actor):
             )
 
     def report(self, ctx: Context) -> None:
-        ctx.send(
-            self.global_server,
-            Delta(outer_gradient(self.base, self.theta, len(self.outer.velocity)), self.unreported),
-        )
-        self.unreported, self.in_flight = 0, self.unreported
+        gradient = outer_gradient(self.base, self.theta, len(self.outer.velocity))
+        ctx.send(self.global_server, Report(gradient, self.displaced, self.unreported))
+        self.in_flight, self.unreported = self.unreported, 0
         if self.config.report_since == "send":
-            self.base = self.theta.clone()
+            self.base, self.displaced = self.theta.clone(), 0
 
     def merge(self, theta: Vector) -> None:
         before = self.theta.clone()
         self.theta.lerp_(theta, self.config.merge_weight)
         if self.in_flight and self.config.report_since == "merge":
-            self.base = self.theta.clone()
+            self.base, self.displaced = self.theta.clone(), 0
         else:  # also if this is no answer, so that nothing is left out of the next report
             self.base += self.theta - before
         if self.in_flight:
@@ -181,24 +203,30 @@ class LocalServer(Actor):
 
 @dataclass(kw_only=True)
 class GlobalServer(Actor):
+    """Holds the model that a user takes home. `trained` are the inner steps that it has been told
+    of, `absorbed` those whose displacements it has applied.
+    """
+
     theta: Vector
     outer: DelayedNesterov
     local_servers: tuple[NodeId, ...]
+    trained: int = 0
 
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
         match message:
-            case Delta(gradient=gradient, steps=steps):
+            case Report(gradient=gradient, absorbed=absorbed, trained=trained):
                 self.outer.step(self.theta, gradient)
                 self.outer_steps += 1
-                self.absorbed += steps
-                ctx.send(sender, Model(self.theta.clone(), self.absorbed))
+                self.absorbed += absorbed
+                self.trained += trained
+                ctx.send(sender, Model(self.theta.clone(), self.trained))
             case Refused():
-                ctx.send(sender, Model(self.theta.clone(), self.absorbed))
+                ctx.send(sender, Model(self.theta.clone(), self.trained))
             case Joined(node=self.me):
                 for server in self.local_servers:
-                    ctx.send(server, Model(self.theta.clone(), self.absorbed))
+                    ctx.send(server, Model(self.theta.clone(), self.trained))
             case Joined(node=server):
-                ctx.send(server, Model(self.theta.clone(), self.absorbed))
+                ctx.send(server, Model(self.theta.clone(), self.trained))
 
     def model(self) -> Vector:
         return self.theta

@@ -15,6 +15,10 @@ When a peer is lost, the rest of its group steps without it, if need be alone. A
 momentum. Nobody has to agree on who takes part: whoever gets the exchange of an outer step that it
 has taken already, or takes without the sender, answers `Passed`, and is not waited for.
 
+The learning rate follows the common progress without anybody who counts it: everyone knows from the
+start how many inner steps each worker takes in an outer step, so that one's own outer steps tell
+what all together have done. Those that have been lost count no longer.
+
 A worker's own exchange comes to it as a message too, so that an engine can refuse it like
 anybody's. The outer step is then taken as if its inner steps had not moved it. Else a bad one would
 be in its φ, and so in the mean of all replicas.
@@ -86,16 +90,17 @@ class Passed(Message):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Ask(Message):
-    """From a worker that has come (back) to one of its peers: where are you?"""
+class SlowWeightsRequest(Message):
+    """From a worker that has come (back) to one of its peers, which answers with `SlowWeights`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Here(Message):
-    """And the answer."""
+class SlowWeights(Message):
+    """The sender's slow weights φ, the outer step that it is in, and the common progress there."""
 
     phi: Vector
     outer_step: int
+    progress: int
 
 
 @dataclass(kw_only=True)
@@ -103,24 +108,37 @@ class Worker(Actor):
     """One worker.
 
     Attributes:
+        phi, velocity: φ and δ.
+        workers: everybody, in rank order.
+        rank: my place in `workers`.
+        seed: shared by all; the groups are drawn from it.
+        steps: my inner steps in one outer step.
+        steps_of: those of each worker.
+        round_steps: those of all workers together.
+        progress: inner steps that all workers together have taken, as far as my own outer steps
+            tell.
         inbox: exchanges of this outer step and later ones, by outer step and sender; None: that one
             was refused.
         partners: with whom I exchange in this outer step, me among them, in rank order; None until
             my inner steps are done.
-        away: peers that are lost.
-        asked: whom I have asked where it is, since I have come (back); I am in no outer step until
-            it answers.
+        away: peers that are lost; True: it may go on where I cannot reach it.
+        asked: whom I have asked for its slow weights, since I have come (back); I am in no outer
+            step until it answers.
     """
 
     config: Config
     phi: Vector
     velocity: Vector
     workers: Group
+    rank: int
     seed: int
     steps: int
+    steps_of: dict[NodeId, int]
+    round_steps: int
+    progress: int = 0
     inbox: dict[int, dict[NodeId, Exchange | None]] = field(default_factory=dict)
     partners: Group | None = None
-    away: dict[NodeId, None] = field(default_factory=dict)
+    away: dict[NodeId, bool] = field(default_factory=dict)
     asked: NodeId | None = None
 
     def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
@@ -148,11 +166,10 @@ class Worker(Actor):
                 self.keep(outer_step, sender, None, ctx)
             case Passed(outer_step=self.outer_steps):
                 self.go_without(sender, ctx)
-            case Lost(node=node):
-                self.away[node] = None
-                for exchanges in (
-                    self.inbox.values()
-                ):  # if it comes back it is another one, and knows nothing of mine
+            case Lost(node=node, unreachable=unreachable):
+                self.away[node] = unreachable
+                # If it comes back it is another one, and knows nothing of my exchanges.
+                for exchanges in self.inbox.values():
                     exchanges.pop(node, None)
                 if node == self.asked:
                     self.ask(ctx)
@@ -163,28 +180,26 @@ class Worker(Actor):
                 self.ask(ctx)
             case Joined(node=node):
                 self.away.pop(node, None)  # from my next exchange on
-            case Ask():
-                ctx.send(sender, Here(self.phi.clone(), self.outer_steps))
-            case Here(phi=phi, outer_step=outer_step) if sender == self.asked:
+            case SlowWeightsRequest():
+                ctx.send(sender, SlowWeights(self.phi.clone(), self.outer_steps, self.progress))
+            case SlowWeights(phi=phi, outer_step=outer_step) if sender == self.asked:
                 if outer_step > self.outer_steps:
                     self.phi, self.outer_steps = phi.clone(), outer_step
+                    self.progress = message.progress
                 self.asked = None
                 self.train(ctx)
 
     def ask(self, ctx: Context) -> None:
-        """Ask the first peer after me where it is; if none is there, go on from my own φ."""
-        me = self.workers.index(self.me)
-        others = (*self.workers[me + 1 :], *self.workers[:me])
+        """Ask the first peer after me for its slow weights; if none is there, go on from mine."""
+        others = (*self.workers[self.rank + 1 :], *self.workers[: self.rank])
         self.asked = next((peer for peer in others if peer not in self.away), None)
         if self.asked is None:
             self.train(ctx)
         else:
-            ctx.send(self.asked, Ask())
+            ctx.send(self.asked, SlowWeightsRequest())
 
     def train(self, ctx: Context) -> None:
-        # There is no server that could tell the common progress: my own count stands for
-        # everybody's.
-        ctx.train(self.phi, self.steps, progress=self.outer_steps * self.steps * len(self.workers))
+        ctx.train(self.phi, self.steps, self.progress)
 
     def keep(
         self, outer_step: int, sender: NodeId, exchange: Exchange | None, ctx: Context
@@ -223,6 +238,8 @@ class Worker(Actor):
         self.partners = None
         self.outer_steps += 1
         self.absorbed += self.steps if received[self.me] is not None else 0
+        gone = (peer for peer, unreachable in self.away.items() if not unreachable)
+        self.progress += self.round_steps - sum(self.steps_of[peer] for peer in gone)
         self.train(ctx)
 
     def part_of(self, member: NodeId, exchange: Exchange | None) -> Exchange | None:
@@ -239,7 +256,9 @@ class Worker(Actor):
         """My group in this outer step, in rank order: the same on every member, from the shared
         seed alone.
         """
-        return groups(self.workers, self.config.group_size, self.seed, self.outer_steps)[self.me]
+        size = self.config.group_size
+        ranks = partition(len(self.workers), size, self.seed, self.outer_steps)
+        return tuple(self.workers[rank] for rank in ranks[self.rank])
 
     def model(self) -> Vector:
         return self.phi
@@ -258,18 +277,29 @@ class Worker(Actor):
         return f"the exchange of outer step {self.outer_steps} from {', '.join(missing)}"
 
 
-@lru_cache(
-    maxsize=64
-)  # every member of an outer step asks, several times; the steps under way at one time are few
 def groups(workers: Group, size: int, seed: int, outer_step: int) -> dict[NodeId, Group]:
     """The group of each worker in one outer step: a random partition into groups of `size`, the
     last one maybe smaller.
     """
-    order = np.random.default_rng((seed, outer_step)).permutation(len(workers))
-    cut = [
-        tuple(workers[i] for i in sorted(order[k : k + size])) for k in range(0, len(workers), size)
-    ]
-    return {member: group for group in cut for member in group}
+    ranks = partition(len(workers), size, seed, outer_step)
+    return {
+        me: tuple(workers[rank] for rank in group) for me, group in zip(workers, ranks, strict=True)
+    }
+
+
+# Every worker asks for the same partition, which takes time that grows with their number: so it is
+# kept, for the few outer steps that are under way at one time. It goes by ranks, because a cache
+# hashes its key at each call, and to hash all addresses takes as long as to make the partition.
+@lru_cache(maxsize=64)
+def partition(count: int, size: int, seed: int, outer_step: int) -> list[tuple[int, ...]]:
+    """The ranks of the group of each worker, in rank order."""
+    order = np.random.default_rng((seed, outer_step)).permutation(count).tolist()
+    group_of: list[tuple[int, ...]] = [()] * count
+    for first in range(0, count, size):
+        group = tuple(sorted(order[first : first + size]))
+        for rank in group:
+            group_of[rank] = group
+    return group_of
 
 
 def build(config: Config, world: World, theta: Vector) -> list[Worker]:
@@ -278,6 +308,7 @@ def build(config: Config, world: World, theta: Vector) -> list[Worker]:
     workers = tuple(
         steps
     )  # one object for all: of 10,000 workers each would else hold 10,000 names
+    round_steps = sum(steps.values())
     return [
         Worker(
             me=me,
@@ -285,8 +316,11 @@ def build(config: Config, world: World, theta: Vector) -> list[Worker]:
             phi=theta.clone(),
             velocity=theta.new_zeros(world.parameters),
             workers=workers,
+            rank=rank,
             seed=world.seed,
             steps=steps[me],
+            steps_of=steps,
+            round_steps=round_steps,
         )
-        for me in steps
+        for rank, me in enumerate(workers)
     ]

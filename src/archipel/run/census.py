@@ -117,17 +117,15 @@ class Census:
         return True
 
     def evaluation(
-        self, time_s: float, absorbed: int, outer_steps: int, recorder: Recorder
+        self, time_s: float, absorbed_steps: int, outer_steps: int, recorder: Recorder
     ) -> Evaluation:
-        """The model to take home at this moment, without its losses yet; `absorbed` by all
-        holders.
-        """
+        """The model to take home at this moment, without its losses yet."""
         per_step = self.plan.tokens_per_step
         return Evaluation(
             time_s=time_s,
             inner_steps=self.inner_steps,
             tokens=None if per_step is None else self.inner_steps * per_step,
-            # absorbed_steps=absorbed // self.plan.stages,
+            absorbed_steps=absorbed_steps,
             outer_steps=outer_steps,
             sent_bytes=round(recorder.sent_bytes),
             slow_link_bytes=round(recorder.slow_link_bytes),

@@ -36,8 +36,10 @@ class Evaluation:
 
     Attributes:
         time_s: on the engine's clock.
-        inner_steps: that the model has absorbed, of all workers together.
+        inner_steps: that all workers together have trained, as far as those know who hold the
+            model.
         tokens: the same in tokens; None where nothing is trained.
+        absorbed_steps: those of them that are in the model; HALoS trains some that never reach it.
         outer_steps: see `actor.Actor`.
         sent_bytes, slow_link_bytes: so far, on all links and on those between regions.
         loss: its validation loss.
@@ -49,6 +51,7 @@ class Evaluation:
     time_s: float
     inner_steps: int
     tokens: int | None
+    absorbed_steps: int
     outer_steps: int
     sent_bytes: int
     slow_link_bytes: int

@@ -25,19 +25,22 @@ from archipel.run.metrics import Recorder
 from archipel.run.node import Node
 from archipel.run.observer import Look, Observer
 from archipel.run.screening import Screen, ScreeningConfig
+from archipel.sim import stages
 from archipel.sim.collectives import Collectives
 from archipel.sim.engine import Engine, Setting, State
-from archipel.sim.events import Deliver, Drain, Event, Finish, Notice, Save, Tally
-from archipel.sim.faults import Faults
+from archipel.sim.events import Deliver, Drain, Event, Finish, Notice, PassEnd, Save, Tally
 from archipel.sim.links import Links, under_way
+from archipel.sim.messages import depart
 from archipel.sim.network import Network
 from archipel.sim.outages import Outages, peers_of
+from archipel.sim.passes import Activations
+from archipel.sim.schedule import Faults
 from archipel.sim.teams import Teams
 from archipel.sim.topology import Profile
 from archipel.sim.trouble import begin_anew, go_wrong, saved
-from archipel.sim.verbs import NodeContext, depart
+from archipel.sim.verbs import NodeContext
 from archipel.train.pipeline import Pipeline
-from archipel.train.pool import Trainer
+from archipel.train.trainer import Trainer
 
 
 class Simulator:
@@ -147,6 +150,12 @@ class Simulator:
         return self.state.census.inner_steps
 
     @property
+    def absorbed_steps(self) -> int:
+        """Those of them that are in the model to take home."""
+        absorbed = sum(actor.absorbed for actor in self.holders())
+        return absorbed // self.state.census.plan.stages
+
+    @property
     def actors(self) -> dict[NodeId, Actor]:
         """All actors as they are now."""
         return {me: node.actor for me, node in self.state.nodes.items()}
@@ -246,12 +255,16 @@ class Simulator:
                 engine.push(time_s, event)
 
     def _happen(self, event: Event) -> None:
-        engine, state = self.engine, self.state
+        engine = self.engine
+        state = engine.state
         match event:
             case Deliver(to=to, message=message, sender=sender):
                 if to != sender:
                     for observer in state.observers:
                         observer.delivers(sender, to, message)
+                    if isinstance(message, Activations):
+                        stages.arrives(engine, to, message)
+                        return
                 elif isinstance(message, Reduced):
                     state.collectives.ends(to)
                 engine.handle(to, message, sender)
@@ -259,10 +272,12 @@ class Simulator:
                 self._finish(event)
             case Drain():
                 departures, next_end = state.links.drain(event, state.now)
-                for departure in departures:
-                    depart(engine, departure)
+                for deliver, start_s, end_s in departures:
+                    depart(engine, deliver, start_s, end_s)
                 if next_end is not None:
                     engine.push(*next_end)
+            case PassEnd(node=node):
+                stages.ends(engine, node)
             case Tally():
                 state.recorder.counts(event.messages, event.sent_bytes, event.slow_link_bytes)
             case _:
@@ -271,15 +286,15 @@ class Simulator:
 
     def _finish(self, event: Finish) -> None:
         """A worker's inner steps have come to something, or to a loss that is not finite."""
-        engine, state, worker = self.engine, self.state, event.worker
+        engine, worker = self.engine, event.worker
+        state = engine.state
         del state.jobs[worker]
         try:
             answer: Message = event.answer.result()
         except Diverged as error:
             begin_anew(engine, worker, str(error))
             return
-        lost_servers = [node for node in state.outages.down if not self._trains(node)]
-        state.census.finishes(worker, event.steps, lost_servers)
+        state.census.finishes(worker, event.steps, self._lost_servers())
         for observer in state.observers:
             observer.finishes(worker, event.steps)
         counts = state.census.plan.tokens_per_step is not None
@@ -288,8 +303,9 @@ class Simulator:
         )
         engine.handle(worker, answer, worker)
 
-    def _trains(self, node: NodeId) -> bool:
-        return node in self.engine.setting.step_time_s
+    def _lost_servers(self) -> Sequence[NodeId]:
+        down, workers = self.state.outages.down, self.engine.setting.step_time_s
+        return [node for node in down if node not in workers] if down else ()
 
     # Evaluation and inspection
 
@@ -305,9 +321,8 @@ class Simulator:
     def _evaluate(self) -> None:
         """Have the model to take home evaluated in the background, as it is now."""
         state, setting, held = self.state, self.engine.setting, self.holders()
-        absorbed = sum(actor.absorbed for actor in held)
         evaluation = state.census.evaluation(
-            state.now, absorbed, held[0].outer_steps, self.recorder
+            state.now, self.absorbed_steps, held[0].outer_steps, self.recorder
         )
         self.recorder.evaluations.append(evaluation)
         for observer in state.observers:

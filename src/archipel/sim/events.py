@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from archipel.actor import Message, NodeId
-from archipel.train.pool import Promise
+from archipel.train.trainer import Promise
 
 # Those that there are many of are not frozen: that would make each of them three times as slow to
 # make.
@@ -41,6 +41,13 @@ class Drain:
 
     direction: tuple[str, str]
     version: int
+
+
+@dataclass(eq=False, slots=True)
+class PassEnd:
+    """A node of a pipeline has done its work in one pass, see `passes.py`."""
+
+    node: NodeId
 
 
 @dataclass(eq=False, slots=True)
@@ -102,4 +109,4 @@ class Mend:
 
 
 Trouble = Save | Fail | Notice | Return | Cut | Mend
-Event = Deliver | Finish | Drain | Tally | Trouble
+Event = Deliver | Finish | Drain | PassEnd | Tally | Trouble

@@ -1,8 +1,9 @@
-"""A pipeline's teams on the virtual clock: who waits to train, and when their common inner steps
-end.
+"""A pipeline's teams on the virtual clock: who waits to train, and what their common inner steps
+cost.
 
-What belongs here: the timing of stages, by the routes and the schedule of `train/pipeline.py`. What
-does not: gradients (`train/`), and what nodes do between two outer steps (`methods/`).
+What belongs here: who takes inner steps together, and the timing of stages by the routes and the
+schedule of `train/pipeline.py`. What does not: the events that this leads to (`stages.py`),
+gradients (`train/`), and what nodes do between two of these (`methods/`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from archipel.actor import NodeId, Vector
 from archipel.errors import UserError
 from archipel.sim.events import Tally
 from archipel.sim.network import Network
+from archipel.sim.passes import NORM_BYTES, Passes, Place, passes_of
 from archipel.sim.topology import Profile
 from archipel.train.pipeline import Pipeline, norm_end_s, step_end_s
 
@@ -32,7 +34,7 @@ class Request:
     progress: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Lap:
     """The inner steps that a team takes together.
 
@@ -40,15 +42,13 @@ class Lap:
         team: its replicas.
         requests: what each node has asked for, by stage, then by replica.
         steps: inner steps that each of them takes.
-        end_s: when each node has taken them, by stage, then by replica, shape (stages, replicas).
-        tally: what the nodes send each other meanwhile.
+        first: the number of the first one.
     """
 
     team: Team
     requests: dict[NodeId, Request]
     steps: int
-    end_s: np.ndarray
-    tally: Tally
+    first: int
 
 
 @dataclass
@@ -62,6 +62,7 @@ class Teams:
         seed: of the run, for the routes.
         waiting: for each team, those of its nodes that wait for the others.
         begun: inner steps that each team has begun.
+        passes: those that are under way, for each node of a team whose messages share links.
     """
 
     pipeline: Pipeline
@@ -71,17 +72,18 @@ class Teams:
     seed: int
     waiting: dict[Team, dict[NodeId, Request]] = field(default_factory=dict)
     begun: dict[Team, int] = field(default_factory=dict)
+    passes: dict[NodeId, Passes] = field(default_factory=dict)
 
-    def join(self, node: NodeId, request: Request, now: float) -> Lap | None:
+    def join(self, node: NodeId, request: Request) -> Lap | None:
         """A node wants to train. With the last one of its team their common inner steps start.
 
         Raises:
             UserError: they do not ask for equally many.
         """
-        pipeline, team = self.pipeline, self.pipeline.team(node)
+        team = self.pipeline.team(node)
         waiting = self.waiting.setdefault(team, {})
         waiting[node] = request
-        nodes = [stage[q] for stage in pipeline.nodes for q in team]
+        nodes = [other for stage in self._nodes(team) for other in stage]
         if len(waiting) < len(nodes):
             return None
         del self.waiting[team]
@@ -89,27 +91,46 @@ class Teams:
             asked = ", ".join(f"{other}: {waiting[other].steps}" for other in nodes)
             raise UserError(
                 "the nodes of a pipeline must take equally many inner steps (without "
-                "dynamic_steps), "
-                f"not {asked}"
+                f"dynamic_steps), not {asked}"
             )
-        end_s, tally = self._end_s(team, request.steps, now)
-        return Lap(team, {other: waiting[other] for other in nodes}, request.steps, end_s, tally)
+        first = self.begun.get(team, 0)
+        self.begun[team] = first + request.steps
+        return Lap(team, {other: waiting[other] for other in nodes}, request.steps, first)
 
     def busy_s(self, node: NodeId, steps: int) -> float:
         """Seconds that a node computes in `steps` inner steps; the rest of their time it waits."""
-        return steps * self.step_time_s[node] / self.pipeline.stages
+        return steps * self.step_time_s[node] * self.pipeline.work_of(node)
 
-    def _end_s(self, team: Team, steps: int, now: float) -> tuple[np.ndarray, Tally]:
-        """When the nodes of `team` have taken `steps` inner steps from now on, and what they
-        send.
+    def share_links(self, lap: Lap) -> bool:
+        """What the nodes send each other shares its way with other messages, so that nobody knows
+        beforehand when it arrives.
         """
-        pipeline = self.pipeline
-        nodes = [[stage[q] for q in team] for stage in pipeline.nodes]
-        parts = 3 * pipeline.micro_batches * pipeline.stages  # a backward takes twice a forward
-        forward_s = np.array(
-            [[self.step_time_s[node] / parts for node in stage] for stage in nodes]
-        )
-        activation_bytes, tally = self.profile.activation_bytes / pipeline.micro_batches, Tally()
+        several = len({node.region for node in lap.requests}) > 1
+        return several and self.network.topology.sharing == "fair"
+
+    def passes_of(self, lap: Lap) -> Passes:
+        """All that the nodes do in `lap`, pass by pass."""
+        nodes = self._nodes(lap.team)
+        places = {
+            node: Place(k, q, self._forward_s(node))
+            for k, stage in enumerate(nodes)
+            for q, node in enumerate(stage)
+        }
+        passes = [
+            one
+            for step in range(lap.first, lap.first + lap.steps)
+            for one in passes_of(
+                self._routes(lap.team, step), self._activation_bytes, clips=self.pipeline.clips
+            )
+        ]
+        return Passes(nodes, places, passes)
+
+    def end_s(self, lap: Lap, now: float) -> tuple[np.ndarray, Tally]:
+        """When each node has taken all the inner steps of `lap`, by stage, then by replica, where
+        no message disturbs another; and what they send.
+        """
+        pipeline, nodes, tally = self.pipeline, self._nodes(lap.team), Tally()
+        forward_s = np.array([[self._forward_s(node) for node in stage] for stage in nodes])
 
         def message_s(size_bytes: float) -> Callable[[int, int, int, int], float]:
             def seconds(k: int, a: int, to: int, b: int) -> float:
@@ -122,12 +143,27 @@ class Teams:
             return seconds
 
         end_s = np.full(forward_s.shape, now)
-        first = self.begun.get(team, 0)
-        self.begun[team] = first + steps
-        for step in range(first, first + steps):
-            # A team of one keeps to itself.
-            routes = pipeline.routes(self.seed, step)[:, :, : len(team)]
-            end_s = step_end_s(routes, end_s, forward_s, message_s(activation_bytes))
+        for step in range(lap.first, lap.first + lap.steps):
+            routes = self._routes(lap.team, step)
+            end_s = step_end_s(routes, end_s, forward_s, message_s(self._activation_bytes))
             if pipeline.clips:
-                end_s = norm_end_s(end_s, message_s(4))
+                end_s = norm_end_s(end_s, message_s(NORM_BYTES))
         return end_s, tally
+
+    def _nodes(self, team: Team) -> list[list[NodeId]]:
+        """The nodes of a team, by stage, then by replica."""
+        return [[stage[q] for q in team] for stage in self.pipeline.nodes]
+
+    def _routes(self, team: Team, step: int) -> np.ndarray:
+        """See `Pipeline.routes`. A team of one replica keeps to itself."""
+        return self.pipeline.routes(self.seed, step)[:, :, : len(team)]
+
+    def _forward_s(self, node: NodeId) -> float:
+        """Seconds of a node's forward of one micro-batch; a backward takes twice that."""
+        work_s = self.step_time_s[node] * self.pipeline.work_of(node)
+        return work_s / (3 * self.pipeline.micro_batches)
+
+    @property
+    def _activation_bytes(self) -> float:
+        """Of one micro-batch."""
+        return self.profile.activation_bytes / self.pipeline.micro_batches

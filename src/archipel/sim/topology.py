@@ -126,22 +126,32 @@ class Topology(Strict):
         """The link between regions `a` and `b`, or inside one; None if they are not connected."""
         return self.local if a == b else self._by_pair.get((a, b), self.default)
 
-    def check_reachable(self, pairs: Iterable[tuple[NodeId, NodeId]]) -> None:
+    def check_reachable(self, peers_of: Iterable[tuple[NodeId, Iterable[NodeId]]]) -> None:
         """Raise a `UserError` that names the first pair of nodes without a link between their
         regions.
+
+        Takes time that grows with nodes and links, not with pairs of nodes.
+
+        Args:
+            peers_of: each node, and those that it sends to; one object where many nodes have the
+                same peers.
         """
-        connected: set[tuple[str, str]] = set()
-        for a, b in pairs:
-            if (a.region, b.region) in connected:
-                continue
-            connected.add((a.region, b.region))
-            if self.link(a.region, b.region) is None:
-                raise UserError(
-                    f"topology {self.name!r}: {a} cannot reach {b}: there is no link between "
-                    "regions "
-                    f"{a.region!r} and {b.region!r}; add one under `links`, or give a `default` "
-                    "link"
-                )
+        if self.default is not None:
+            return
+        known: Iterable[NodeId] = ()
+        one_of_each: dict[str, NodeId] = {}  # region: the first of the peers there
+        for node, peers in peers_of:
+            if peers is not known:
+                known, one_of_each = peers, {}
+                for peer in peers:
+                    one_of_each.setdefault(peer.region, peer)
+            for region, peer in one_of_each.items():
+                if self.link(node.region, region) is None:
+                    raise UserError(
+                        f"topology {self.name!r}: {node} cannot reach {peer}: there is no link "
+                        f"between regions {node.region!r} and {region!r}; add one under `links`, "
+                        "or give a `default` link"
+                    )
 
 
 class Profile(Strict):

@@ -13,13 +13,13 @@ import numpy as np
 from archipel.actor import Group, Message, NodeId, Vector
 from archipel.errors import TrainingError, UserError
 from archipel.run import wire
-from archipel.sim import collectives
+from archipel.sim import collectives, stages
 from archipel.sim.collectives import Complete, Contribution
 from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver, Finish
-from archipel.sim.links import Departure
+from archipel.sim.messages import post
 from archipel.sim.teams import Request
-from archipel.train.pool import Promise
+from archipel.train.trainer import Promise
 
 
 @dataclass
@@ -59,18 +59,7 @@ class NodeContext:
             kind = type(message).__name__
             raise TrainingError(f"{me} sent {kind} to {to}, and there is no such node")
         weight = wire.weight(message, state.nodes[me].numel)
-        deliver = Deliver(to, message, me, setting.vector_bytes[me] * weight)
-        outages = state.outages
-        if me != to:
-            if (outages.down or outages.severed) and not outages.reachable(me, to):
-                waste(engine, deliver, copies=1)
-                return
-            for observer in state.observers:
-                observer.sends(me, to, message)
-        if state.links.shares(deliver):
-            engine.push(*state.links.join(deliver, state.now, state.number))
-        else:
-            depart(engine, state.links.depart(deliver, state.now))
+        post(engine, Deliver(to, message, me, setting.vector_bytes[me] * weight))
 
     def all_reduce(
         self, group: Group, vector: Vector, round: int = 0, share: float | None = None
@@ -92,12 +81,13 @@ class NodeContext:
     # Inner steps
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
-        if self.engine.state.teams is not None:
-            self._train_in_stages(Request(theta.clone(), steps, progress))
+        engine, me = self.engine, self.me
+        if engine.state.teams is not None:
+            stages.train(engine, me, Request(theta.clone(), steps, progress))
             return
-        trainer, seconds = self.engine.setting.trainer, self._about_to_train(steps)
-        answer = trainer.train(self.me, theta, steps, progress, self.now + seconds)
-        self._begin(answer, steps, progress, seconds)
+        end_s = self._end_s(steps)
+        answer = engine.setting.trainer.train(me, theta, steps, progress, end_s)
+        self._begin(answer, steps, progress, end_s)
 
     def gradient(self, theta: Vector, progress: int) -> None:
         setting = self.engine.setting
@@ -106,84 +96,32 @@ class NodeContext:
                 "pipeline: this method asks for single gradients, which a model in stages does not "
                 "give"
             )
-        seconds = self._about_to_train(1)
-        answer = setting.trainer.gradient(self.me, theta, self.now + seconds)
-        self._begin(answer, 1, progress, seconds)
+        end_s = self._end_s(1)
+        self._begin(setting.trainer.gradient(self.me, theta, end_s), 1, progress, end_s)
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
-        seconds = self._about_to_train(0)  # the profile's step time has the optimizer's part in it
-        trainer = self.engine.setting.trainer
-        answer = trainer.apply(self.me, theta, gradient, progress, self.now)
-        self._begin(answer, 0, progress, seconds)
+        end_s = self._end_s(0)  # at once: the profile's step time has the optimizer's part in it
+        answer = self.engine.setting.trainer.apply(self.me, theta, gradient, progress, end_s)
+        self._begin(answer, 0, progress, end_s)
 
-    def _about_to_train(self, steps: int) -> float:
-        """Seconds of `steps` inner steps from now on. A restart may be from before them."""
-        setting, outages = self.engine.setting, self.engine.state.outages
-        if self.me in outages.saves:
-            outages.before[self.me] = setting.trainer.state_of(self.me)
-        return setting.faults.compute_s(self.me, self.now, steps * setting.step_time_s[self.me])
+    def _end_s(self, steps: int) -> float:
+        """When `steps` inner steps end that begin now. A restart may be from before them."""
+        setting, state = self.engine.setting, self.engine.state
+        if self.me in state.outages.saves:
+            state.outages.before[self.me] = setting.trainer.state_of(self.me)
+        usual_s = steps * setting.step_time_s[self.me]
+        return state.now + setting.faults.compute_s(self.me, state.now, usual_s)
 
-    def _begin(self, answer: Promise, steps: int, progress: int, seconds: float) -> None:
-        """Inner steps are under way for `seconds`."""
+    def _begin(self, answer: Promise, steps: int, progress: int, end_s: float) -> None:
+        """Inner steps are under way until `end_s`."""
         state, me = self.engine.state, self.me
         state.nodes[me].begin_job()
         for observer in state.observers:
             observer.begins(me, state.now, steps * self.engine.setting.step_time_s[me])
-        if seconds:
-            state.recorder.computes(me, state.now, state.now + seconds)
-        state.jobs[me] = Finish(me, answer, steps, progress)
-        self.engine.push(state.now + seconds, state.jobs[me])
-
-    def _train_in_stages(self, request: Request) -> None:
-        """Wait for the others of this node's team; the last one to ask starts their inner steps."""
-        engine, state = self.engine, self.engine.state
-        assert state.teams is not None
-        state.nodes[self.me].begin_job()
-        lap = state.teams.join(self.me, request, state.now)
-        if lap is None:
-            return
-        engine.push(float(lap.end_s.max()), lap.tally)
-        answers = engine.setting.trainer.train_stages(
-            lap.team,
-            [asked.theta for asked in lap.requests.values()],
-            lap.steps,
-            [asked.progress for asked in lap.requests.values()],
-            float(lap.end_s.min()),
-        )
-        ends_s = lap.end_s.flatten().tolist()
-        for (node, asked), answer, end_s in zip(lap.requests.items(), answers, ends_s, strict=True):
-            busy_s = state.teams.busy_s(node, lap.steps)
-            state.recorder.computes(node, state.now, end_s, busy_s)
-            state.jobs[node] = Finish(node, answer, lap.steps, asked.progress)
-            engine.push(end_s, state.jobs[node])
-
-
-def depart(engine: Engine, departure: Departure) -> None:
-    """The bytes of a message are on their way: count them, and plan its arrival."""
-    state, (deliver, start_s, end_s) = engine.state, departure
-    sender, to, size_bytes = deliver.sender, deliver.to, deliver.size_bytes
-    usual_s, faults = end_s - start_s, engine.setting.faults
-    if faults.disturb_messages and sender != to:
-        end_s, copies = faults.arrival(state.outages.rng, sender, to, start_s, end_s, usual_s)
-        if copies > 1:
-            waste(engine, deliver, copies - 1)
-    # Messages of one sender to one receiver keep their order, whatever disturbs them.
-    end_s = state.links.arrival_s(deliver, end_s, state.now, state.number)
-    slow = sender.region != to.region
-    state.recorder.sends(sender, start_s, end_s, size_bytes, slow=slow)
-    if sender != to:
-        for observer in state.observers:
-            observer.departs(sender, to, deliver.message, size_bytes, usual_s)
-    engine.push(end_s, deliver)
-
-
-def waste(engine: Engine, deliver: Deliver, copies: int) -> None:
-    """Count messages that are sent to nobody, or sent again."""
-    size_bytes = copies * deliver.size_bytes
-    slow = deliver.sender.region != deliver.to.region
-    engine.state.recorder.counts(copies, size_bytes, size_bytes if slow else 0.0)
-    for observer in engine.state.observers:
-        observer.wastes(size_bytes)
+        if end_s > state.now:
+            state.recorder.computes(me, state.now, end_s)
+        state.jobs[me] = job = Finish(me, answer, steps, progress)
+        self.engine.push(end_s, job)
 
 
 def reduce(engine: Engine, complete: Complete) -> None:
