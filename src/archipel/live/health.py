@@ -103,7 +103,7 @@ class Health:
         if min(quiet_s, default=now_s - self.lost_s) <= self.deadline_s:
             return None
         doing = [f"{node} is lost, and {_no_machine(node)}" for node in without_machine]
-        doing += [f"{node} {status.doing}" for node, status in self.statuses.items()]
+        doing += [f"{node} {status.doing}" for node, status in sorted(self.statuses.items())]
         more = f" and {len(doing) - SHOWN} more" if len(doing) > SHOWN else ""
         return (
             f"nothing has happened for {self.deadline_s:g} s (live.deadline_s): "
