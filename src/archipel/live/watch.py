@@ -171,17 +171,16 @@ class Watch:
     # Marks
 
     def mark_now(self) -> None:
-        """Have the model evaluated, and taken home, as it is at this moment; as it was last if
-        nobody holds it now.
+        """Have the model evaluated and taken home as it is now; as it was last if nobody holds it.
 
         Raises:
             TrainingError: a holder does not answer.
         """
         self.course.begin_reached()
         asked = self.course.holders(self.restarts.gone)
+        marks: dict[NodeId, int] = {}
         for node in set(asked) - self.fleet.waiting("mark"):
             self.fleet.call(node, "mark")
-        marks: dict[NodeId, int] = {}
         for reply in self.fleet.replies(self.deadline_s, "mark", everything=True):
             match reply.value:
                 case (int() as number, Mark() as mark):

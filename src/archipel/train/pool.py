@@ -87,9 +87,56 @@ class WorkerState:
 
 @dataclass
 class Process:
+    """A pool process, and the job that it computes; None: it waits for one."""
+
     popen: subprocess.Popen[bytes]
     connection: Connection
     job: Job | None = None
+
+    @staticmethod
+    def start(memory: int) -> Process:
+        """Start one that shares the memory with this descriptor."""
+        here, there = Pipe()
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        # The folder of a user's file comes first only once that file is imported: not before torch.
+        path = [folder for folder in sys.path if folder and folder not in pyfile.folders]
+        program = "from archipel.train.pool_process import main; main()"
+        popen = subprocess.Popen(
+            [sys.executable, "-c", program, str(there.fileno()), str(memory)],
+            pass_fds=(there.fileno(), memory),
+            env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(path)},
+            stdin=subprocess.DEVNULL,
+        )
+        there.close()
+        return Process(popen, here)
+
+    def send(self, what: Setup | tuple[str, tuple[Any, ...]]) -> None:
+        """Send a set-up or a job.
+
+        Raises:
+            TrainingError: the process has died.
+        """
+        try:
+            self.connection.send(what)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._death() from None
+
+    def receive(self) -> tuple[Any, tuple[str, str] | None]:
+        """What its job has come to: losses, or why it failed.
+
+        Raises:
+            TrainingError: the process has died.
+        """
+        try:
+            losses, failure = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._death() from None
+        return losses, failure
+
+    def _death(self) -> TrainingError:
+        code = self.popen.wait()
+        hint = "; the machine may be out of memory" if code == -signal.SIGKILL else ""
+        return TrainingError(f"a pool process died (exit code {code}){hint}")
 
 
 class Pool:
@@ -138,7 +185,7 @@ class Pool:
         self.devices = [
             f"cuda:{i % gpus}" if gpus else "cpu" for i in range(processes or gpus or _cores())
         ]
-        self.processes = [self._start() for _ in self.devices]
+        self.processes = [Process.start(self.memory) for _ in self.devices]
 
     def begin(self, run: Run) -> None:
         """Make everything ready for a run: fresh workers, and initial weights from its seed.
@@ -154,7 +201,7 @@ class Pool:
         shards = shards_of([worker.region for worker in readers], run.seed)
         for process, device in zip(self.processes, self.devices, strict=True):
             setup = Setup(self.config, run, shards, self.pipeline, self.specs, device)
-            self._send(process, setup)
+            process.send(setup)
         self._make_replicas(run)  # while the processes make theirs
         for worker, rank in self.rank.items():
             self._stage_of(worker).reset(self.workers[rank].state)
@@ -188,16 +235,14 @@ class Pool:
         self, worker: NodeId, theta: Vector, steps: int, progress: int, due_s: float
     ) -> Promise:
         rank = self.rank[worker]
-        slot = self.workers[rank].theta
-        slot.copy_(theta)
+        self.workers[rank].theta.copy_(theta)
         arguments = (rank, steps, progress, self.cursors[rank])
         self.cursors[rank] += steps
         return self._submit(due_s, "train", arguments)
 
     def gradient(self, worker: NodeId, theta: Vector, due_s: float) -> Promise:
         rank = self.rank[worker]
-        slot = self.workers[rank].theta
-        slot.copy_(theta)
+        self.workers[rank].theta.copy_(theta)
         arguments = (rank, self.cursors[rank])
         self.cursors[rank] += 1
         return self._submit(due_s, "gradient", arguments)
@@ -206,8 +251,7 @@ class Pool:
         self, worker: NodeId, theta: Vector, gradient: Vector, progress: int, due_s: float
     ) -> Promise:
         rank = self.rank[worker]
-        slot = self.workers[rank].theta
-        slot.copy_(theta)
+        self.workers[rank].theta.copy_(theta)
         self.workers[rank].gradient.copy_(gradient)
         return self._submit(due_s, "apply", (rank, progress))
 
@@ -381,52 +425,18 @@ class Pool:
         for process in self.processes:
             if process.job is None and self.waiting:
                 process.job = heapq.heappop(self.waiting)[2]
-                self._send(process, (process.job.what, process.job.arguments))
+                process.send((process.job.what, process.job.arguments))
 
     def _take_in(self, process: Process) -> None:
         job = process.job
         assert job is not None
-        try:
-            losses, failure = process.connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise self._death(process) from None
+        losses, failure = process.receive()
         if failure is not None and job.what in ("train", "gradient", "apply"):
             kind, message = failure
             failure = kind, f"worker {list(self.rank)[job.arguments[0]]}: {message}"
         job.losses, job.failure, process.job = losses, failure, None
         if job.what == "evaluate":
             self.free.append(job.arguments[0])
-
-    def _send(self, process: Process, what: Setup | tuple[str, tuple[Any, ...]]) -> None:
-        try:
-            process.connection.send(what)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._death(process) from None
-
-    def _death(self, process: Process) -> TrainingError:
-        code = process.popen.wait()
-        hint = "; the machine may be out of memory" if code == -signal.SIGKILL else ""
-        return TrainingError(f"a pool process died (exit code {code}){hint}")
-
-    def _start(self) -> Process:
-        here, there = Pipe()
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        # The folder of a user's file comes first only once that file is imported: not before torch.
-        path = [folder for folder in sys.path if folder and folder not in pyfile.folders]
-        popen = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "from archipel.train.pool_process import main; main()",
-                str(there.fileno()),
-                str(self.memory),
-            ],
-            pass_fds=(there.fileno(), self.memory),
-            env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(path)},
-            stdin=subprocess.DEVNULL,
-        )
-        there.close()
-        return Process(popen, here)
 
 
 def _cores() -> int:
