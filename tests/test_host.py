@@ -229,10 +229,10 @@ def test_synchronous_methods_end_with_the_simulators_weights(
     method: str, tmp_path: Path, pools: Callable[[Recipe], Pool | None]
 ) -> None:
     """Bit for bit, at every mark: what these methods compute depends on no clock."""
-    live = pytest.importorskip("archipel.live.launch")
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
     chosen = recipe(method)
     assert chosen.profile
-    marks = live.rehearse(chosen, chosen.profile, 200)
+    marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     fleet, replica = fleet_of(chosen, marks)
     fleet.run()
     summary = simulation.simulate(chosen, pools(chosen), tmp_path / "run")
@@ -252,10 +252,10 @@ def test_synchronous_methods_end_with_the_simulators_weights(
 
 @pytest.mark.parametrize("method", methods.names())
 def test_every_method_comes_to_its_last_mark(method: str) -> None:
-    live = pytest.importorskip("archipel.live.launch")
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
     chosen = recipe(method, task="none")
     assert chosen.profile
-    marks = live.rehearse(chosen, chosen.profile, 200)
+    marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     workers = chosen.topology.workers
     fleet, ranks = Fleet(), {worker.id: i for i, worker in enumerate(workers)}
     for actor in methods.load(method).build(chosen.config, World(workers, 0, 0), torch.empty(0)):

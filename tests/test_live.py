@@ -26,6 +26,7 @@ from archipel.recipe import Recipe, parse_recipe
 from archipel.train.pool import Pool
 
 live = pytest.importorskip("archipel.live.launch")
+rehearsal = pytest.importorskip("archipel.live.rehearsal")
 cluster = pytest.importorskip("archipel.live.cluster")
 
 SETTINGS = {
@@ -112,7 +113,7 @@ def processes(name: str) -> set[int]:
 
 def test_a_rehearsal_says_what_each_holder_absorbs_until_each_mark() -> None:
     chosen = recipe("noloco", method={"name": "noloco", "inner_steps": 10})
-    marks = live.rehearse(chosen, chosen.profile, 200)
+    marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     east, west = (
         [NodeId("east", f"w{i}") for i in range(2)],
         [NodeId("west", f"w{i}") for i in range(2)],
@@ -124,13 +125,13 @@ def test_a_rehearsal_says_what_each_holder_absorbs_until_each_mark() -> None:
 
 def test_a_method_with_one_model_ends_at_the_plan() -> None:
     chosen = recipe("halos")
-    assert live.rehearse(chosen, chosen.profile, 200)[-1] == {NodeId("east", "global"): 200}
+    assert rehearsal.rehearse(chosen, chosen.profile, 200)[-1] == {NodeId("east", "global"): 200}
 
 
 def test_a_method_that_would_never_end_is_refused_before_anything_starts() -> None:
     chosen = recipe("halos", method={"name": "halos", "accumulate": 10**6})
     with pytest.raises(UserError, match="outer steps come too seldom"):
-        live.rehearse(chosen, chosen.profile, 200)
+        rehearsal.rehearse(chosen, chosen.profile, 200)
 
 
 # Places

@@ -89,6 +89,19 @@ class Health:
             f"last words, at {status.time_s:.1f} s: {status.doing}, {status.events:,} events so far"
         )
 
+    def death(self, node: NodeId, who: str, now_s: float, error: Exception | None) -> str:
+        """A host has died of `error`, or, without one, fallen silent: `who` it is, its last words,
+        and the reason.
+        """
+        words = self.last_words(node)
+        if error is not None:
+            return f"{who} died; {words}; Ray says: {error}"
+        silence_s = self.silence_s(node, now_s)
+        return (
+            f"{who} has not answered for {silence_s:.0f} s (live.deadline_s = "
+            f"{self.deadline_s:g}); {words}"
+        )
+
     def trained(self, nodes: Iterable[NodeId]) -> int:
         """Inner steps that some hosts have counted together."""
         return sum(self.statuses[node].trained for node in nodes)

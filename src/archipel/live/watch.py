@@ -300,15 +300,8 @@ class Watch:
         return [node for node in running if self.health.silence_s(node, now) > self.deadline_s]
 
     def death(self, node: NodeId, error: Died | None) -> str:
-        """Who has died or fallen silent, its last words, and what Ray says."""
-        who, words = self.fleet.describe(node), self.health.last_words(node)
-        if error is not None:
-            return f"{who} died; {words}; Ray says: {error}"
-        silence_s = self.health.silence_s(node, self.now)
-        return (
-            f"{who} has not answered for {silence_s:.0f} s (live.deadline_s = "
-            f"{self.deadline_s:g}); {words}"
-        )
+        """Who has died, or, without an `error`, fallen silent; and its last words."""
+        return self.health.death(node, self.fleet.describe(node), self.now, error)
 
     # Saving
 
