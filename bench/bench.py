@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from archipel import experiment, outer
+from archipel import outer, simulation
 from archipel.recipe import Recipe, parse_recipe
 from archipel.train.data import Shard
 from archipel.train.pool import Pool
@@ -81,7 +81,7 @@ def simulated(pool: Pool, steps: int, folder: Path, method: str = "diloco") -> f
     """Tokens per second of a whole simulated run, its two evaluations and its files among it; the
     processes are up already.
     """
-    summary = experiment.simulate(recipe(steps, method), pool, folder / "run")
+    summary = simulation.simulate(recipe(steps, method), pool, folder / "run")
     return float(summary["tokens"] / summary["wall_s"])
 
 
@@ -122,7 +122,7 @@ def copied_ms(vectors: int) -> float:
 def events_per_s(method: str, topology: str, steps: int) -> float:
     """Events in a second of the processor's time, the making of the simulator not counted."""
     fields = {"method": method, "topology": topology, "task": "none", "run": {"steps": steps}}
-    simulator = experiment.make_simulator(parse_recipe(fields), None)
+    simulator = simulation.make_simulator(parse_recipe(fields), None)
     started = time.process_time()
     simulator.run()
     return simulator.state.events / (time.process_time() - started)
@@ -169,8 +169,8 @@ def main() -> None:
     )
     with (
         tempfile.TemporaryDirectory() as name,
-        experiment.open_pool(recipe(steps), 1) as one,
-        experiment.open_pool(recipe(steps), 2) as two,
+        simulation.open_pool(recipe(steps), 1) as one,
+        simulation.open_pool(recipe(steps), 2) as two,
     ):
         folder = Path(name)
         assert one is not None

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from archipel import experiment
+from archipel import simulation
 from archipel.recipe import Recipe
 from archipel.train.pool import Pool
 
@@ -32,7 +32,7 @@ def pools() -> Iterator[Callable[..., Pool | None]]:
         def pool_of(recipe: Recipe, processes: int = 1) -> Pool | None:
             key = repr((recipe.task, recipe.topology.workers, recipe.pipeline, processes))
             if key not in opened:
-                opened[key] = stack.enter_context(experiment.open_pool(recipe, processes))
+                opened[key] = stack.enter_context(simulation.open_pool(recipe, processes))
             return opened[key]
 
         yield pool_of

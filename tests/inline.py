@@ -18,13 +18,13 @@ from archipel.run.census import Plan
 from archipel.run.invariants import Ledger
 from archipel.run.metrics import Recorder
 from archipel.sim.clock import Simulator
-from archipel.sim.faults import Faults
 from archipel.sim.network import Network
+from archipel.sim.schedule import Faults
 from archipel.sim.topology import PROFILES, Profile, Topology, load_topology
 from archipel.train.data import Shard
-from archipel.train.pool import Done
 from archipel.train.replica import Replica, Run
 from archipel.train.task import Schedule, Task, adamw
+from archipel.train.trainer import Done
 
 PROFILE = PROFILES["pythia-70m-h100"]
 
@@ -63,7 +63,7 @@ class Inline:
 
     def gradient(self, worker: NodeId, theta: Tensor, due_s: float) -> Done:
         rank, result = self.rank[worker], theta.clone()
-        [loss] = self.replica.differentiate(
+        [loss] = self.replica.gradient(
             self.states[rank], result, self.shard(rank), self.cursors[rank]
         )
         self.cursors[rank] += 1

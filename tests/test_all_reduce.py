@@ -80,7 +80,7 @@ class World:
         calls = [
             ("call", n, n)
             for n, state in self.nodes.items()
-            if not state.calls and len(self.got[n]) < ROUNDS
+            if not state.waiting and len(self.got[n]) < ROUNDS
         ]
         told = [("news", node, node) for node in self.nodes if self.news[node]]
         return [

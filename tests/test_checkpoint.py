@@ -26,9 +26,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from archipel import checkpoint, cli, experiment, methods, outer
+from archipel import checkpoint, cli, methods, outer, rundir, simulation
 from archipel.actor import NodeId, Start
-from archipel.checkpoint import Decoder, Encoder, Every, Surroundings, parse_every
+from archipel.checkpoint import Every, parse_every
+from archipel.encoding import Decoder, Encoder, Surroundings, class_of
 from archipel.errors import TrainingError, UserError
 from archipel.methods import halos
 from archipel.recipe import Recipe, parse_recipe
@@ -208,7 +209,7 @@ def test_what_a_checkpoint_cannot_hold_is_named(value: object, name: str) -> Non
     ],
 )
 def test_no_other_class_is_ever_made(name: str) -> None:
-    assert checkpoint.class_of(name, [HERE]) is None
+    assert class_of(name, [HERE]) is None
     with pytest.raises(TypeError, match=f"^there is no '{name}' that may be made$"):
         Decoder(Surroundings({}, [HERE]), {}, {name: []})
 
@@ -613,12 +614,12 @@ class Workshop:
         """The number of events of a run that nobody stops, and its files."""
         if kind not in self.left:
             one, directory = self.recipe(kind), self.folder / "unstopped" / kind
-            simulator = experiment.make_simulator(one, self.pool(one))
-            experiment.start_directory(directory, one)
+            simulator = simulation.make_simulator(one, self.pool(one))
+            rundir.start(directory, one)
             reason = simulator.run()
             assert reason
-            experiment.leave(
-                directory, one, experiment._ended(one, simulator, self.pool(one)), reason, 0.0
+            rundir.leave(
+                directory, one, simulation.ended(one, simulator, self.pool(one)), reason, 0.0
             )
             self.left[kind] = simulator.state.events, files(directory)
         return self.left[kind]
@@ -629,14 +630,14 @@ class Workshop:
         """
         one, directory = self.recipe(kind), self.folder / "stopped" / kind
         pool = self.pool(one)
-        experiment.start_directory(directory, one)
+        rundir.start(directory, one)
         for event in sorted(events):
-            simulator = experiment.make_simulator(one, pool)
+            simulator = simulation.make_simulator(one, pool)
             if checkpoint.checkpoints(directory / "checkpoint"):
-                experiment.load_checkpoint(directory, one, simulator)
+                simulation.load_checkpoint(directory, one, simulator)
             assert simulator.run(lambda: simulator.state.events == event) is None  # noqa: B023
-            experiment.save_checkpoint(directory, one, simulator, 100.0)
-        assert experiment.simulate(one, pool, directory, resume=True)["wall_s"] > 100
+            simulation.save_checkpoint(directory, one, simulator, 100.0)
+        assert simulation.simulate(one, pool, directory, resume=True)["wall_s"] > 100
         return files(directory)
 
 
@@ -676,7 +677,7 @@ def test_two_hundred_stops(workshop: Workshop, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_stopped_with_one_process_and_unstopped_with_two(name: str, workshop: Workshop) -> None:
     one, directory = workshop.recipe(name), workshop.folder / "two" / name
-    experiment.simulate(one, workshop.pool(one, 2), directory)
+    simulation.simulate(one, workshop.pool(one, 2), directory)
     assert workshop.stopped(name, [20]) == files(directory)
 
 
@@ -774,7 +775,7 @@ def test_a_run_that_is_going_on_is_left_alone(archipel: Any, tmp_path: Path) -> 
     run = tmp_path / "halos-seed0"
     (run / "summary.json").unlink()
     used = f"{run} is in use: its run is going on in another process"
-    with experiment.alone_in(run):
+    with rundir.alone_in(run):
         assert archipel("resume", tmp_path) == (2, [f"archipel: {used}"])
         assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path) == (
             2,
@@ -798,7 +799,7 @@ def test_a_folder_of_the_users_is_not_taken_for_a_run(archipel: Any, tmp_path: P
         f"archipel: nothing to resume in {tmp_path}: "
     )
     with pytest.raises(UserError, match=r"is there already and is not a run directory$"):
-        experiment.simulate(parse_recipe({"method": "halos", "task": "none"}), None, tmp_path)
+        simulation.simulate(parse_recipe({"method": "halos", "task": "none"}), None, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "notes.txt"}
 
 
@@ -811,11 +812,11 @@ def test_ctrl_c_in_the_middle_of_each_method(
     one, directory = workshop.recipe(name), tmp_path / "run"
     interrupt_at(events // 2, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
-        experiment.simulate(one, workshop.pool(one), directory)
+        simulation.simulate(one, workshop.pool(one), directory)
     assert json.loads((directory / "summary.json").read_text())["stopped"] == "interrupted"
     assert len(checkpoint.checkpoints(directory / "checkpoint")) == 1
     assert (
-        experiment.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
+        simulation.simulate(one, workshop.pool(one), directory, resume=True)["stopped"] == "steps"
     )
     assert files(directory) == left
 
@@ -836,7 +837,7 @@ def test_a_second_ctrl_c_does_not_wait(
 def test_another_programs_way_with_ctrl_c_is_left_alone() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with experiment.interrupts() as interrupted:
+        with simulation.interrupts() as interrupted:
             signal.raise_signal(signal.SIGINT)
             assert not interrupted()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -846,13 +847,13 @@ def test_another_programs_way_with_ctrl_c_is_left_alone() -> None:
 
 def saved_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The inner steps at which checkpoints are saved from now on."""
-    save, found = experiment.save_checkpoint, []
+    save, found = simulation.save_checkpoint, []
 
     def saving(directory: Path, recipe: Recipe, simulator: Simulator, *rest: Any) -> Path:
         found.append(simulator.inner_steps)
         return save(directory, recipe, simulator, *rest)
 
-    monkeypatch.setattr(experiment, "save_checkpoint", saving)
+    monkeypatch.setattr(simulation, "save_checkpoint", saving)
     return found
 
 
@@ -861,7 +862,7 @@ def test_every_so_many_tokens(
 ) -> None:
     found = saved_at(monkeypatch)
     one = workshop.recipe("sync_sgd")  # 4 workers: 4 inner steps at a time, of 4 · 8 tokens each
-    experiment.simulate(one, workshop.pool(one), tmp_path / "run", every=Every(tokens=32 * 10))
+    simulation.simulate(one, workshop.pool(one), tmp_path / "run", every=Every(tokens=32 * 10))
     assert found == [12, 20, 32]
     assert files(tmp_path / "run") == workshop.unstopped("sync_sgd")[1]
 
@@ -871,7 +872,7 @@ def test_every_so_many_seconds(
 ) -> None:
     """Here a call of the clock takes a tenth of a second."""
     found, now = saved_at(monkeypatch), itertools.count()
-    monkeypatch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
+    monkeypatch.setattr(simulation.time, "monotonic", lambda: next(now) / 10)
     assert (
         archipel(*TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path)[0]
         == 0
@@ -885,13 +886,13 @@ def test_resume_saves_as_often_as_before(
 ) -> None:
     """Also the run that had not begun; and an option changes it."""
     now = itertools.count()
-    monkeypatch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
+    monkeypatch.setattr(simulation.time, "monotonic", lambda: next(now) / 10)
     seen: list[Every | None] = []
-    simulate = experiment.simulate
+    usual = simulation.simulate
     monkeypatch.setattr(
-        experiment,
+        simulation,
         "simulate",
-        lambda *a, every, **b: (seen.append(every), simulate(*a, every=every, **b)),
+        lambda *a, every, **b: (seen.append(every), usual(*a, every=every, **b)),
     )
     interrupt_at(100, monkeypatch)
     out = ("--out", tmp_path)
@@ -939,7 +940,7 @@ def test_a_disk_that_fills_up_stops_the_run_which_can_be_resumed(
     now = itertools.count()
     directory = tmp_path / "out" / "halos-seed0"
     with monkeypatch.context() as patch:
-        patch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
+        patch.setattr(simulation.time, "monotonic", lambda: next(now) / 10)
         patch.setattr(checkpoint, "write_file", filling)
         code, lines = archipel(
             *TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out"
@@ -977,7 +978,7 @@ def test_a_disk_that_is_full_at_the_end_costs_nothing_that_was_saved(
         raise OSError(errno.ENOSPC, "No space left on device", str(directory / "metrics.jsonl"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(experiment.time, "monotonic", lambda: next(now) / 10)
+        patch.setattr(simulation.time, "monotonic", lambda: next(now) / 10)
         patch.setattr(Recorder, "write_metrics", full)
         code, lines = archipel(
             *TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out"

@@ -411,17 +411,17 @@ def test_a_run_directory_is_replaced_and_nothing_else_is_touched(
 def test_a_method_that_diverges_does_not_cost_the_others(
     archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from archipel import experiment
+    from archipel import simulation
     from archipel.errors import Diverged
 
-    simulate = experiment.simulate
+    usual = simulation.simulate
 
     def diverging(recipe: Any, *arguments: Any, **options: Any) -> Any:
         if recipe.label == "diloco":
             raise Diverged("diloco: the validation loss is nan")
-        return simulate(recipe, *arguments, **options)
+        return usual(recipe, *arguments, **options)
 
-    monkeypatch.setattr(experiment, "simulate", diverging)
+    monkeypatch.setattr(simulation, "simulate", diverging)
     answer = archipel(
         "compare",
         "--methods",
@@ -459,7 +459,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_written_run(
     )
     assert answer.code == 1
     assert answer.err.splitlines()[-1].endswith("recipe.yaml: No space left on device")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_report_that_cannot_be_written_is_one_line(archipel: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from archipel import cli, experiment
+from archipel import cli, rundir
 
 TOO_LITTLE = (
     "are too little: training, and validation on about a twentieth of them, each need 65 bytes "
@@ -418,7 +418,7 @@ def test_an_output_that_cannot_be_written_to(
     def refuse(dir: Path) -> None:
         raise OSError(code, os.strerror(code), str(dir))
 
-    monkeypatch.setattr(experiment.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(rundir.tempfile, "TemporaryFile", refuse)
     assert refused(*COMPARE, "halos") == f"--out DIR/out: {os.strerror(code)}"
 
 

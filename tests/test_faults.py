@@ -16,7 +16,7 @@ import torch
 from inline import PLAIN, Quadratic, ledger_of, train_with, workers_of
 from torch import Tensor
 
-from archipel import cli, experiment, fuzz, methods
+from archipel import cli, fuzz, methods, rundir, simulation
 from archipel.actor import Joined, Lost, Message, NodeId, Trained, World
 from archipel.errors import TrainingError, UserError
 from archipel.methods import async_local_sgd
@@ -26,23 +26,15 @@ from archipel.run import invariants
 from archipel.run.census import Plan
 from archipel.run.invariants import Ledger, Violation
 from archipel.run.metrics import Recorder
-from archipel.sim import faults
+from archipel.sim import schedule as schedules
 from archipel.sim.clock import Simulator
 from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver
-from archipel.sim.faults import (
-    Crash,
-    Faults,
-    LinkDown,
-    Partition,
-    RandomFaults,
-    Slow,
-    Window,
-    end_s,
-)
+from archipel.sim.faults import Crash, LinkDown, Partition, RandomFaults, Slow
 from archipel.sim.network import Network
+from archipel.sim.schedule import Faults, Window, end_s
 from archipel.sim.topology import Profile, Topology
-from archipel.train.pool import Done, NoTraining
+from archipel.train.trainer import Done, NoTraining
 
 ALL = methods.names()
 A, B = "a/w0", "b/w0"
@@ -96,7 +88,7 @@ def recipe(name: str, *schedule: dict[str, Any], seconds: float = 60.0, **fields
 
 
 def simulated(*arguments: Any, **fields: Any) -> Simulator:
-    sim = experiment.make_simulator(recipe(*arguments, **fields), None)
+    sim = simulation.make_simulator(recipe(*arguments, **fields), None)
     assert sim.run() == "seconds"
     return sim
 
@@ -281,7 +273,7 @@ def test_an_empty_schedule_changes_nothing(method: str) -> None:
     """The same events, times and bytes as without."""
     runs = []
     for given in (recipe(method), recipe(method, faults=None)):
-        sim = experiment.make_simulator(given, None)
+        sim = simulation.make_simulator(given, None)
         sim.run()
         runs.append(
             (
@@ -308,7 +300,7 @@ def test_messages_keep_their_order_on_a_shared_link() -> None:
     }
     method = {"name": "noloco", "inner_steps": 2, "dynamic_steps": True, "group_size": 3}
     crash = {"kind": "crash", "node": "r1/w0", "at_s": 15, "restart_after_s": 1}
-    sim = experiment.make_simulator(
+    sim = simulation.make_simulator(
         recipe("noloco", crash, seconds=400.0, topology=topology, method=method), None
     )
     assert sim.run() == "seconds"
@@ -320,7 +312,7 @@ def test_messages_keep_their_order_on_a_shared_link() -> None:
 def told(
     method: str, *schedule: dict[str, Any], seconds: float, to: str
 ) -> list[tuple[float, str]]:
-    sim = experiment.make_simulator(recipe(method, *schedule, seconds=seconds), None)
+    sim = simulation.make_simulator(recipe(method, *schedule, seconds=seconds), None)
     heard: list[tuple[float, str]] = []
     handle = sim.engine.handle
 
@@ -397,7 +389,7 @@ def test_noloco_workers_that_all_crash_go_on_from_their_saves() -> None:
 
 
 def test_a_run_in_which_nobody_is_left_ends_and_says_so() -> None:
-    sim = experiment.make_simulator(recipe("noloco", CRASH, CRASH_A), None)
+    sim = simulation.make_simulator(recipe("noloco", CRASH, CRASH_A), None)
     with pytest.raises(
         TrainingError, match=r"^deadlock at 17 s after 8 inner steps: a/w0 is lost, b/w0 is lost$"
     ):
@@ -405,7 +397,7 @@ def test_a_run_in_which_nobody_is_left_ends_and_says_so() -> None:
 
 
 def test_a_run_whose_server_is_gone_for_good_ends_and_says_so() -> None:
-    sim = experiment.make_simulator(recipe("async_local_sgd", {**CRASH, "node": "a/server"}), None)
+    sim = simulation.make_simulator(recipe("async_local_sgd", {**CRASH, "node": "a/server"}), None)
     with pytest.raises(
         TrainingError,
         match=r"^deadlock .* a/server is lost, a/w0 waits for a model from a/server, b/w0 waits",
@@ -414,7 +406,7 @@ def test_a_run_whose_server_is_gone_for_good_ends_and_says_so() -> None:
 
 
 def test_workers_that_train_on_while_the_global_server_is_gone_are_stopped_and_told_why() -> None:
-    sim = experiment.make_simulator(
+    sim = simulation.make_simulator(
         recipe("halos", {**CRASH, "node": "a/global"}, run={"steps": 100}), None
     )
     with pytest.raises(
@@ -486,7 +478,7 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
         torch.zeros(trainer.numel),
     )
     nodes = [actor.me for actor in actors]
-    drawn = faults.draw(
+    drawn = schedules.draw(
         TROUBLE.model_copy(update={"seed": seed}), nodes, workers_of(topology), ("a", "b")
     )
     schedule = Faults(tuple(drawn), tuple(nodes), ("a", "b"), save_every_s=10.0, deadline_s=5.0)
@@ -542,7 +534,7 @@ def test_inner_steps_of_a_worker_that_crashes_are_waited_for_and_thrown_away() -
 
             return Promise()
 
-    sim = experiment.make_simulator(
+    sim = simulation.make_simulator(
         recipe("async_local_sgd", {**KINDS["restart"], "at_s": 3}, seconds=17.5), None
     )
     train_with(sim, Lazy())
@@ -603,17 +595,17 @@ def test_a_worker_that_restarts_reads_on_from_its_save(
     given = recipe("async_local_sgd", seconds=26.5, faults=section)
 
     def made() -> Simulator:
-        sim = experiment.make_simulator(given, None)
+        sim = simulation.make_simulator(given, None)
         train_with(sim, Reader())
         return sim
 
     sim = made()
     if stop_s is not None:
         assert sim.run(lambda: sim.now >= stop_s) is None
-        experiment.start_directory(tmp_path / "run", given)
-        experiment.save_checkpoint(tmp_path / "run", given, sim, 0.0)
+        rundir.start(tmp_path / "run", given)
+        simulation.save_checkpoint(tmp_path / "run", given, sim, 0.0)
         sim = made()
-        experiment.load_checkpoint(tmp_path / "run", given, sim)
+        simulation.load_checkpoint(tmp_path / "run", given, sim)
     sim.run()
     of_b = [
         (first, due_s) for worker, first, due_s in sim.engine.setting.trainer.began if worker == B
@@ -625,7 +617,7 @@ def test_a_worker_that_restarts_reads_on_from_its_save(
 
 
 def broken(method: str, *schedule: dict[str, Any], seconds: float = 100.0) -> Simulator:
-    return experiment.make_simulator(recipe(method, *schedule, seconds=seconds), None)
+    return simulation.make_simulator(recipe(method, *schedule, seconds=seconds), None)
 
 
 def test_update_fails_if_the_engine_delivers_twice() -> None:
@@ -781,16 +773,16 @@ def test_a_run_with_faults_goes_on_from_a_checkpoint_to_the_bit(
             sim.state.outages.rng.bit_generator.state,
         )
 
-    straight = experiment.make_simulator(given, None)
+    straight = simulation.make_simulator(given, None)
     straight.run()
     for stop in (straight.state.events // 5, straight.state.events // 2, straight.state.events - 3):
         directory = tmp_path / str(stop)
-        sim = experiment.make_simulator(given, None)
+        sim = simulation.make_simulator(given, None)
         assert sim.run(lambda sim=sim, stop=stop: sim.state.events == stop) is None
-        experiment.start_directory(directory, given)
-        experiment.save_checkpoint(directory, given, sim, 0.0)
-        resumed = experiment.make_simulator(given, None)
-        experiment.load_checkpoint(directory, given, resumed)
+        rundir.start(directory, given)
+        simulation.save_checkpoint(directory, given, sim, 0.0)
+        resumed = simulation.make_simulator(given, None)
+        simulation.load_checkpoint(directory, given, resumed)
         resumed.run()
         assert left(resumed) == left(straight)
 
@@ -829,9 +821,9 @@ def test_links_that_are_down_twice_at_once_are_down_once() -> None:
 def test_random_faults_come_at_their_rates_and_from_their_seed() -> None:
     nodes = [NodeId("a", "w0"), NodeId("b", "w0")]
     config = RandomFaults(until_s=36_000.0, slow_per_hour=20.0, crashes_per_hour=40.0)
-    drawn = faults.draw(config, nodes, nodes, ("a", "b"))
-    assert drawn == faults.draw(config, nodes, nodes, ("a", "b"))
-    assert drawn != faults.draw(config.model_copy(update={"seed": 1}), nodes, nodes, ("a", "b"))
+    drawn = schedules.draw(config, nodes, nodes, ("a", "b"))
+    assert drawn == schedules.draw(config, nodes, nodes, ("a", "b"))
+    assert drawn != schedules.draw(config.model_copy(update={"seed": 1}), nodes, nodes, ("a", "b"))
     count = Counter(type(fault) for fault in drawn)
     assert set(count) == {Slow, Crash}
     assert abs(count[Slow] - 200) < 5 * 200**0.5
@@ -937,7 +929,7 @@ def test_a_recipe_with_faults_comes_back_from_its_yaml() -> None:
 )
 def test_a_schedule_that_cannot_be_is_refused(section: Any, text: str) -> None:
     with pytest.raises(UserError) as error:
-        experiment.make_simulator(recipe("async_local_sgd", faults=section), None)
+        simulation.make_simulator(recipe("async_local_sgd", faults=section), None)
     assert str(error.value) == text
 
 
@@ -1136,7 +1128,7 @@ def test_nobody_is_busier_than_the_clock(method: str) -> None:
     if "inner_steps" in methods.load(method).Config.model_fields:
         settings["inner_steps"] = 40
     given = recipe(method, *crashes, seconds=60.0, method=settings)
-    sim = experiment.make_simulator(given, None)
+    sim = simulation.make_simulator(given, None)
     sim.run()
     workers = list(sim.engine.setting.step_time_s)
     idle = sim.recorder.idle_fraction(workers, sim.now)

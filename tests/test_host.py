@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from archipel import experiment, methods, outer
+from archipel import methods, outer, simulation
 from archipel.actor import (
     Actor,
     Context,
@@ -33,15 +34,19 @@ from archipel.actor import (
     Trained,
     World,
 )
-from archipel.errors import Diverged, TrainingError, UserError
+from archipel.errors import TrainingError, UserError
 from archipel.live.all_reduce import CHUNK
-from archipel.live.host import Host, News, NotFinite, Record, Saves, Setup
+from archipel.live.host import Host
 from archipel.live.mail import Envelope, Inbox, contents
+from archipel.live.protocol import HostSetup, Membership, News, Record, SaveFolder
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
+from archipel.run import wire
 from archipel.run.screening import ScreeningConfig
 from archipel.train.data import Shard
-from archipel.train.replica import Replica, Run, Solo
+from archipel.train.inner_steps import Solo
+from archipel.train.pool import Pool
+from archipel.train.replica import Replica, Run
 from archipel.train.task import NoTask, TaskConfig, make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
@@ -136,7 +141,7 @@ class Fleet:
         run: Run | None = None,
         **others: Any,
     ) -> None:
-        setup = Setup(
+        setup = HostSetup(
             actor=pickle.dumps(actor),
             seed_rank=len(self.hosts),
             task=task or NoTask(),
@@ -145,7 +150,7 @@ class Fleet:
             epoch=1,
             **{"shard": None, "step_time_s": 0.0, **others},
         )
-        self.hosts[actor.me] = Host(setup, self.post, Tensor.clone)
+        self.hosts[actor.me] = Host(setup, self.post)
 
     def run(self, until: Any = None, timeout_s: float = 60.0) -> dict[NodeId, Record]:
         """Run all hosts until those with marks have reached them (or `until` says so), then stop
@@ -155,7 +160,7 @@ class Fleet:
             runs = {node: threads.submit(host.run) for node, host in self.hosts.items()}
             deadline = time.monotonic() + timeout_s
             holders = [host for host in self.hosts.values() if host.setup.marks]
-            while not (until() if until else all(host.reached.wait(0.01) for host in holders)):
+            while not (until() if until else all(is_done(host) for host in holders)):
                 if any(run.done() for run in runs.values()) or time.monotonic() > deadline:
                     break
             for host in self.hosts.values():
@@ -166,8 +171,12 @@ class Fleet:
                 for host in (
                     self.hosts.values()
                 ):  # the next test's weights are drawn from this process's random numbers too
-                    if host.setup.shard is not None:
-                        host.thread.shutdown(wait=True, cancel_futures=True)
+                    host.compute.thread.shutdown(wait=True, cancel_futures=True)
+
+
+def is_done(host: Host) -> bool:
+    """It has reached all its marks, and computed the losses there."""
+    return host.marks.complete.wait(0.01) and not host.marks.evaluating
 
 
 def recipe(method: str, steps: int = 200, **sections: Any) -> Recipe:
@@ -217,37 +226,53 @@ def fleet_of(chosen: Recipe, marks: list[dict[NodeId, int]]) -> tuple[Fleet, Rep
 
 
 @pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
-def test_synchronous_methods_end_with_the_simulators_weights(method: str, tmp_path: Path) -> None:
+def test_synchronous_methods_end_with_the_simulators_weights(
+    method: str, tmp_path: Path, pools: Callable[[Recipe], Pool | None]
+) -> None:
     """Bit for bit, at every mark: what these methods compute depends on no clock."""
-    live = pytest.importorskip("archipel.live.launch")
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
     chosen = recipe(method)
     assert chosen.profile
-    marks = live.rehearse(chosen, chosen.profile, 200)
+    marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     fleet, replica = fleet_of(chosen, marks)
     fleet.run()
-    with experiment.open_pool(chosen, 1) as pool:
-        summary = experiment.simulate(chosen, pool, tmp_path / "run")
-        assert pool is not None
+    summary = simulation.simulate(chosen, pools(chosen), tmp_path / "run")
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
-    assert sum(host.snapshots[-1].trained for host in holders) == summary["inner_steps"]
-    losses = [
-        replica.evaluate(outer.mean([host.snapshots[k].model for host in holders]))[0]
-        for k in range(len(marks))
-    ]
+    assert sum(host.marks.reached[-1].trained for host in holders) == summary["inner_steps"]
     lines = [
-        line
+        json.loads(line)
         for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
         if '"eval"' in line
     ]
-    assert losses == [pytest.approx(json.loads(line)["loss"], rel=1e-6) for line in lines]
+    own = [np.mean([host.marks.reached[k].loss for host in holders]) for k in range(len(marks))]
+    name = "loss" if len(holders) == 1 else "replica_loss"
+    assert own == [pytest.approx(line[name], rel=1e-6) for line in lines]
+    mean = outer.mean([host.marks.vector(len(marks) - 1) for host in holders])
+    assert replica.evaluate(mean) == [pytest.approx(lines[-1]["loss"], rel=1e-6)]
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_a_message_weighs_the_bytes_that_really_travel(method: str) -> None:
+    """What the simulator counts by, held against the pickled envelopes of real training."""
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
+    chosen = recipe(method, steps=100)
+    assert chosen.profile
+    fleet, replica = fleet_of(chosen, rehearsal.rehearse(chosen, chosen.profile, 100))
+    fleet.run()
+    assert fleet.delivered
+    numel = replica.layout.numel
+    for _, envelope in fleet.delivered:
+        size_bytes = wire.weight(envelope.open(), numel) * wire.BYTES_PER_ENTRY * numel
+        assert size_bytes == envelope.size_bytes
+        assert size_bytes <= len(pickle.dumps(envelope)) < size_bytes + 2000
 
 
 @pytest.mark.parametrize("method", methods.names())
 def test_every_method_comes_to_its_last_mark(method: str) -> None:
-    live = pytest.importorskip("archipel.live.launch")
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
     chosen = recipe(method, task="none")
     assert chosen.profile
-    marks = live.rehearse(chosen, chosen.profile, 200)
+    marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     workers = chosen.topology.workers
     fleet, ranks = Fleet(), {worker.id: i for i, worker in enumerate(workers)}
     for actor in methods.load(method).build(chosen.config, World(workers, 0, 0), torch.empty(0)):
@@ -257,7 +282,7 @@ def test_every_method_comes_to_its_last_mark(method: str) -> None:
         )
     records = fleet.run()
     holders = [host for host in fleet.hosts.values() if host.setup.marks]
-    assert sum(host.snapshots[-1].trained for host in holders) >= 200
+    assert sum(host.marks.reached[-1].trained for host in holders) >= 200
     assert sum(record.recorder.messages for record in records.values()) > 0
 
 
@@ -292,7 +317,7 @@ def test_an_all_reduce_has_the_bits_of_the_mean_in_rank_order(count: int, numel:
     for _ in range(2):
         vectors = [outer.mean([vector + i for i, vector in enumerate(vectors)])] * count
     for host in fleet.hosts.values():
-        assert torch.equal(host.snapshots[-1].model, vectors[0])
+        assert torch.equal(host.marks.vector(0), vectors[0])
     sent = sum(record.recorder.sent_bytes for record in records.values())
     assert sent == 2 * 2 * (count - 1) * 4 * numel  # a ring's bytes
 
@@ -316,6 +341,9 @@ class Chatter(Actor):
                 assert progress == self.heard
                 self.heard += 1
                 self.absorbed = self.heard
+
+    def model(self) -> Tensor:
+        return torch.zeros(0)
 
 
 def test_what_is_sent_is_a_snapshot_and_comes_in_order() -> None:
@@ -345,7 +373,7 @@ def test_mail_that_comes_twice_or_from_another_run_is_not_handled() -> None:
         post(to, envelope)
 
     for host in fleet.hosts.values():
-        host.post = twice
+        host.ctx.post = twice
     assert fleet.run()[B].recorder.messages == 20
 
 
@@ -362,6 +390,9 @@ class Trainee(Actor):
                     ctx.train(torch.zeros(0), self.steps, 0)
             case Trained(steps=steps):
                 self.absorbed += steps
+
+    def model(self) -> Tensor:
+        return torch.zeros(0)
 
 
 SHARD = Shard(0, 1, 0, 1, 0)
@@ -403,28 +434,9 @@ def test_a_method_that_fails_is_named_with_its_place() -> None:
 
     fleet = Fleet()
     fleet.add(Trainee(me=A), marks=(4,), shard=SHARD)
-    fleet.hosts[A].actor = Broken(me=A)  # a local class cannot be pickled
+    fleet.hosts[A].node.actor = Broken(me=A)  # a local class cannot be pickled
     with pytest.raises(
         TrainingError, match=r"^east/a failed at .*test_host.py:\d+: KeyError: 'nothing here'$"
-    ):
-        fleet.run()
-
-
-def test_a_loss_that_is_not_finite_ends_the_run() -> None:
-    chosen = recipe(
-        "diloco",
-        task={
-            "name": "synthetic",
-            "width": 16,
-            "valid_sequences": 8,
-            "lr": 1e30,
-            "gradient_clip": None,
-        },
-    )
-    fleet, _ = fleet_of(chosen, [{NodeId("east", "w0"): 10**9}])
-    with pytest.raises(
-        Diverged,
-        match=r"^worker \w+/w\d: the training loss is (nan|inf) at its inner step \d+, after .* s$",
     ):
         fleet.run()
 
@@ -450,7 +462,7 @@ def test_random_numbers_are_the_simulators() -> None:
     fleet = Fleet()
     fleet.add(Chatter(me=A))
     fleet.add(Chatter(me=B), run=Run(1, 1, 7))
-    assert fleet.hosts[B].rng.random() == np.random.default_rng((7, 1)).random()
+    assert fleet.hosts[B].ctx.rng.random() == np.random.default_rng((7, 1)).random()
 
 
 # Lives
@@ -500,8 +512,13 @@ class Listener(Actor):
 
 
 def lone(actor: Actor, posted: list[tuple[NodeId, Envelope]], **setup: Any) -> Host:
-    told = Setup(pickle.dumps(actor), 0, NoTask(), Run(1, 1, 0), None, (), 0.0, 1, **setup)
-    return Host(told, lambda to, envelope: posted.append((to, envelope)), Tensor.clone)
+    told = HostSetup(
+        pickle.dumps(actor), 0, NoTask(), Run(1, 1, 0), **{"shard": None, **setup}, **PLAIN
+    )
+    return Host(told, lambda to, envelope: posted.append((to, envelope)))
+
+
+PLAIN: dict[str, Any] = {"marks": (), "step_time_s": 0.0, "epoch": 1}
 
 
 def test_an_actor_is_told_of_its_peers_and_nothing_is_sent_to_the_lost() -> None:
@@ -510,7 +527,7 @@ def test_an_actor_is_told_of_its_peers_and_nothing_is_sent_to_the_lost() -> None
     host.begin()
     host.handle(News(B))
     host.handle(News(C))
-    host.send(B, Start())
+    host.ctx.send(B, Start())
     assert posted == []
     host.handle(News(B, life=2))
     assert host.actor.heard == ["Start", "Lost east/b", "Joined east/b"]  # type: ignore[attr-defined]
@@ -518,7 +535,9 @@ def test_an_actor_is_told_of_its_peers_and_nothing_is_sent_to_the_lost() -> None
 
 
 def test_a_host_that_is_started_again_is_told_that_it_is_there_and_who_is_not() -> None:
-    host = lone(Listener(me=A, others=(B, C)), [], begins="restart", life=1, gone=(C,))
+    host = lone(
+        Listener(me=A, others=(B, C)), [], begins="restart", membership=Membership(1, gone=(C,))
+    )
     host.begin()
     assert host.actor.heard == ["Joined east/a", "Lost west/c"]  # type: ignore[attr-defined]
 
@@ -596,7 +615,7 @@ def test_a_bad_contribution_is_not_in_the_mean_and_all_are_told() -> None:
             screening=ScreeningConfig(),
             parameters=2,
         )
-        fleet.hosts[me].actor = Reducing(
+        fleet.hosts[me].node.actor = Reducing(
             me=me, group=group, vector=vector, rounds=1
         )  # a local class cannot be pickled
     records = fleet.run()
@@ -620,69 +639,48 @@ def trained(tmp_path: Path, **setup: Any) -> Host:
     [actor] = methods.load("noloco").build(
         chosen.config, world, replica.layout.read(replica.module)
     )
-    saves = Saves(tmp_path / "east/w0", "the recipe")
+    folder = SaveFolder(tmp_path / "east/w0", "the recipe")
     fleet.add(
         actor,
         marks=(10,),
         task=chosen.task,
         run=run,
         shard=Shard(0, 1, 0, 1, 0),
-        saves=saves,
+        save_folder=folder,
         **setup,
     )
     host = fleet.hosts[actor.me]
     if not setup:
         fleet.run()
-        host.training_since_s = None  # what it began after the last mark was not finished
+        host.node.busy = False  # what it began after the last mark was not finished
     return host
 
 
 def test_a_host_goes_on_from_its_save(tmp_path: Path) -> None:
     before = trained(tmp_path)
     before.save()
-    after = trained(tmp_path, begins="restart", life=1)
+    after = trained(tmp_path, begins="restart", membership=Membership(1))
     assert after.load() == []
-    assert isinstance(before.inner, Solo)
-    assert isinstance(after.inner, Solo)
+    assert isinstance(before.compute.inner, Solo)
+    assert isinstance(after.compute.inner, Solo)
     assert torch.equal(after.actor.phi, before.actor.phi)  # type: ignore[attr-defined]
-    assert (after.actor.outer_steps, after.batch, after.events) == (
+    assert (after.actor.outer_steps, after.compute.batch, after.status().events) == (
         before.actor.outer_steps,
-        before.batch,
-        before.events,
+        before.compute.batch,
+        before.status().events,
     )
     assert all(
-        torch.equal(a, b) for a, b in zip(after.inner.state, before.inner.state, strict=True)
+        torch.equal(a, b) for a, b in zip(after.compute.state, before.compute.state, strict=True)
     )
-    assert after.rng.random() == before.rng.random()
-    assert after.recorder.trainings == before.recorder.trainings
-    anew = trained(tmp_path, begins="reset", life=1)
-    assert anew.load() == []
-    assert isinstance(anew.inner, Solo)
-    assert not anew.inner.state[0]  # its optimizer has not begun
-    assert torch.equal(anew.actor.phi, before.actor.phi)  # type: ignore[attr-defined]
-
-
-def test_a_worker_whose_loss_was_not_finite_goes_on_behind_the_bad_batch(tmp_path: Path) -> None:
-    before = trained(tmp_path)
-    before.save()
-    after = trained(tmp_path, begins="reset", batch=before.batch + 7)
-    after.load()
-    assert after.batch == before.batch + 7
-    unsaved = trained(tmp_path / "elsewhere", begins="reset", batch=7)
-    assert unsaved.load() == ["east/w0 has no save to go on from, and begins anew"]
-    assert unsaved.batch == 7
-
-
-def test_a_loss_that_is_not_finite_says_where_the_next_batch_is() -> None:
-    error = pickle.loads(pickle.dumps(NotFinite("worker a/w0: the loss is nan", 15)))
-    assert (str(error), error.batch) == ("worker a/w0: the loss is nan", 15)
+    assert after.ctx.rng.random() == before.ctx.rng.random()
+    assert after.ctx.recorder.trainings == before.ctx.recorder.trainings
 
 
 def test_a_damaged_save_is_named_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
     host = trained(tmp_path)
     host.save()
-    first = host.events
-    host.events += 1
+    first = host.status().events
+    host.handled += 1
     host.save()
     newest = tmp_path / f"east/w0/event-{first + 1:012}/tensors.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -692,7 +690,7 @@ def test_a_damaged_save_is_named_and_the_one_before_it_is_taken(tmp_path: Path) 
         r"checkpoint refused: .*event-\d+/tensors.safetensors has [\d,]+ bytes and should have .*",
         text,
     )
-    assert again.events == first
+    assert again.status().events == first
     for path in tmp_path.glob("east/w0/*/manifest.json"):
         path.write_text("{}")
     with pytest.raises(
@@ -705,7 +703,7 @@ def test_a_damaged_save_is_named_and_the_one_before_it_is_taken(tmp_path: Path) 
 def test_a_save_of_another_run_is_refused(tmp_path: Path) -> None:
     trained(tmp_path).save()
     host = trained(tmp_path, begins="restart")
-    host.setup = replace(host.setup, saves=Saves(tmp_path / "east/w0", "another recipe"))
+    host.setup = replace(host.setup, save_folder=SaveFolder(tmp_path / "east/w0", "another recipe"))
     with pytest.raises(UserError, match=r"manifest\.json is that of another run"):
         host.load()
 
@@ -716,14 +714,14 @@ def test_who_has_no_save_begins_anew_but_for_a_server_of_a_whole_run_that_goes_o
     assert trained(tmp_path, begins="resume").load() == [
         "east/w0 has no save to go on from, and begins anew"
     ]
-    saves = Saves(tmp_path / "server", "the recipe")
-    assert lone(Listener(me=A), [], begins="restart", saves=saves).load() == [
+    folder = SaveFolder(tmp_path / "server", "the recipe")
+    assert lone(Listener(me=A), [], begins="restart", save_folder=folder).load() == [
         "east/a has no save to go on from, and begins anew"
     ]
     with pytest.raises(
         UserError, match=r"^no checkpoint to go on from in .*/server: there is none$"
     ):
-        lone(Listener(me=A), [], begins="resume", saves=saves).load()
+        lone(Listener(me=A), [], begins="resume", save_folder=folder).load()
 
 
 def test_a_save_waits_until_inner_steps_have_ended_and_is_from_before_their_answer(
@@ -735,7 +733,7 @@ def test_a_save_waits_until_inner_steps_have_ended_and_is_from_before_their_answ
         marks=(5,),
         shard=SHARD,
         step_time_s=0.05,
-        saves=Saves(tmp_path / "a", ""),
+        save_folder=SaveFolder(tmp_path / "a", ""),
     )
     host = fleet.hosts[A]
     with ThreadPoolExecutor(1) as threads:
@@ -743,16 +741,16 @@ def test_a_save_waits_until_inner_steps_have_ended_and_is_from_before_their_answ
 
         def until() -> bool:
             nonlocal saving
-            if saving is None and host.training_since_s is not None:
+            if saving is None and host.node.busy:
                 saving = threads.submit(host.save)
-            return host.reached.is_set()
+            return host.marks.complete.is_set()
 
         fleet.run(until=until)
         assert saving is not None
         saving.result(timeout=10)
-    again = lone(Trainee(me=A), [], begins="restart", saves=Saves(tmp_path / "a", ""))
+    again = lone(Trainee(me=A), [], begins="restart", save_folder=SaveFolder(tmp_path / "a", ""))
     assert again.load() == []
-    assert (again.actor.absorbed, again.batch) == (0, 5)
+    assert (again.actor.absorbed, again.compute.batch) == (0, 5)
 
 
 def test_a_save_that_cannot_be_written_says_so(tmp_path: Path) -> None:

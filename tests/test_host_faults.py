@@ -18,12 +18,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from archipel import methods
 from archipel.actor import NodeId, World
-from archipel.live.host import Host, News, Setup
+from archipel.live.host import Host
 from archipel.live.mail import Envelope
+from archipel.live.protocol import HostSetup, Membership, News
 from archipel.sim.topology import parse_topology
 from archipel.train.data import Shard
 from archipel.train.replica import Run
@@ -60,9 +60,9 @@ class Town:
 
     def start(self, node: NodeId, **setup: Any) -> None:
         shard = Shard(WORKERS.index(node), 4, 0, 1, 0) if node in WORKERS else None
-        told = Setup(self.saves[node], 0, NoTask(), Run(100, 4, 0), shard, (), 0.0, 1, **setup)
-        host = Host(told, lambda to, envelope: self.post(node, to, envelope), Tensor.clone)
-        host.thread = Later()  # type: ignore[assignment]
+        told = HostSetup(self.saves[node], 0, NoTask(), Run(100, 4, 0), shard, (), 0.0, 1, **setup)
+        host = Host(told, lambda to, envelope: self.post(node, to, envelope))
+        host.compute.thread = Later()  # type: ignore[assignment]
         self.hosts[node], self.news[node] = host, deque()
 
     def post(self, sender: NodeId, to: NodeId, envelope: Envelope) -> None:
@@ -83,14 +83,8 @@ class Town:
         life = self.lives[node] = self.lives.get(node, 0) + 1
         self.gone.remove(node)
         lives = {other: number for other, number in self.lives.items() if other != node}
-        self.start(
-            node,
-            begins="restart",
-            life=life,
-            lives=lives,
-            gone=tuple(self.gone),
-            losses=self.losses,
-        )
+        membership = Membership(life, lives, tuple(self.gone), self.losses)
+        self.start(node, begins="restart", membership=membership)
         for other, news in self.news.items():
             if other != node:
                 news.append(News(node, life))
@@ -104,7 +98,7 @@ class Town:
             if waiting and pair[1] in self.hosts
         ]
         for node, host in self.hosts.items():
-            possible += [("job", node)] * bool(host.thread.jobs)  # type: ignore[attr-defined]
+            possible += [("job", node)] * bool(host.compute.thread.jobs)  # type: ignore[attr-defined]
             possible += [("news", node)] * bool(self.news[node])
             possible += [("handle", node)] * (not host.mailbox.empty())
         if not possible:
@@ -114,7 +108,7 @@ class Town:
             case "mail":
                 self.hosts[where[1]].deliver(pickle.loads(self.mail[where].popleft()))
             case "job":
-                self.hosts[where].thread.jobs.popleft()()  # type: ignore[attr-defined]
+                self.hosts[where].compute.thread.jobs.popleft()()  # type: ignore[attr-defined]
             case "news":
                 self.hosts[where].tell(self.news[where].popleft())
             case "handle":
@@ -168,7 +162,7 @@ def test_whoever_is_killed_and_started_again_all_go_on(method: str, seed: int) -
             town.happen()
             if town.hosts and rng.random() < 0.02:
                 node = rng.choice(list(town.hosts))
-                if town.hosts[node].training_since_s is None:
+                if not town.hosts[node].node.busy:
                     town.save(node)
         if town.gone and rng.random() < 0.6:
             town.revive(rng.choice(town.gone))
@@ -177,11 +171,11 @@ def test_whoever_is_killed_and_started_again_all_go_on(method: str, seed: int) -
     for node in list(town.gone):
         town.revive(node)
     town.until(lambda: all(not news for news in town.news.values()))
-    before, taken = town.absorbed, {node: town.hosts[node].batch for node in WORKERS}
+    before, taken = town.absorbed, {node: town.hosts[node].compute.batch for node in WORKERS}
     town.until(
         lambda: (
             town.absorbed > before + 100
-            and all(town.hosts[node].batch > taken[node] + 8 for node in WORKERS)
+            and all(town.hosts[node].compute.batch > taken[node] + 8 for node in WORKERS)
         )
     )
 
@@ -192,7 +186,7 @@ def test_all_may_be_killed_at_once(method: str) -> None:
     town = town_of(method, 0)
     town.until(lambda: town.absorbed > 50)
     for node, host in list(town.hosts.items()):
-        if host.training_since_s is None:
+        if not host.node.busy:
             town.save(node)
     nodes = list(town.hosts)
     for node in nodes:

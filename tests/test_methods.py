@@ -31,9 +31,9 @@ from archipel.parameter_server import Delta
 from archipel.run import wire
 from archipel.run.census import Plan
 from archipel.sim.topology import Topology, load_topology
-from archipel.train.pool import Done
 from archipel.train.replica import Run
 from archipel.train.task import Schedule
+from archipel.train.trainer import Done
 from archipel.vector import Layout
 
 ALL = methods.names()

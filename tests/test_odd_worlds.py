@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from archipel import experiment, methods
+from archipel import assemble, methods, simulation
 from archipel.errors import UserError
 from archipel.recipe import Recipe, parse_recipe
 
@@ -40,8 +40,8 @@ def odd(method: str, regions: dict[str, list[float]], **settings: Any) -> Recipe
 
 
 def run(recipe: Recipe, out: Path) -> dict[str, Any]:
-    experiment.check_reachable(recipe)
-    return experiment.simulate(recipe, None, out)
+    assemble.check_reachable(recipe)
+    return simulation.simulate(recipe, None, out)
 
 
 @pytest.mark.parametrize("method", methods.names())
@@ -73,7 +73,7 @@ def test_more_servers_than_workers(method: str, world: str, tmp_path: Path) -> N
     """
     given = odd(method, WORLDS[world], workers_per_server=1)
     workers = {worker.id for worker in given.topology.workers}
-    servers = set(experiment.make_simulator(given, None).actors) - workers
+    servers = set(simulation.make_simulator(given, None).actors) - workers
     assert len(servers) == {"halos": len(workers) + 1, "async_local_sgd": 1}.get(method, 0)
     summary = run(given, tmp_path / "run")
     assert summary["inner_steps"] >= 60

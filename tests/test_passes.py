@@ -23,7 +23,7 @@ from archipel.run.observer import Observer
 from archipel.sim.clock import Simulator
 from archipel.sim.topology import Profile, Topology
 from archipel.train.pipeline import Pipeline, Routing
-from archipel.train.pool import NoTraining
+from archipel.train.trainer import NoTraining
 
 LATENCY_S = 0.5
 FORWARD_S = 1 / 6

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from inline import linear_task
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from archipel import experiment, report
+from archipel import assemble, report, simulation
 from archipel.actor import NodeId
 from archipel.errors import UserError
 from archipel.recipe import Recipe, parse_recipe
@@ -28,21 +30,15 @@ from archipel.run.metrics import Recorder
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.verbs import NodeContext
+from archipel.train.batch import micro
+from archipel.train.cut import balanced, blocks_of, cut_of, look, parts, parts_of
 from archipel.train.data import Shard, shards_of
-from archipel.train.pipeline import (
-    Pipeline,
-    Routing,
-    Stages,
-    cut,
-    join,
-    micro,
-    norm_end_s,
-    split,
-    step_end_s,
-)
-from archipel.train.pool import NoTraining
+from archipel.train.gpt import GPT, next_token_loss
+from archipel.train.pipeline import Pipeline, Routing, join, norm_end_s, split, step_end_s
 from archipel.train.replica import Replica, Run
+from archipel.train.stages import Stages
 from archipel.train.task import Task, make_task
+from archipel.train.trainer import NoTraining
 from archipel.vector import Layout
 
 CPU = torch.device("cpu")
@@ -59,33 +55,102 @@ def pipe(
 # Cutting
 
 
-def blocks(*sizes: int) -> nn.Sequential:
-    """Blocks with so many parameters each; 0: an activation."""
-    return nn.Sequential(*(nn.Linear(size, 1, bias=False) if size else nn.Tanh() for size in sizes))
+def task_of(model: nn.Module, rows: int = 4) -> Task:
+    """A task that trains `model` on its first layer's inputs."""
+    features = next(model.parameters()).shape[-1]
+    return Task(
+        lambda: model,
+        lambda module, batch: module(batch).square().mean(),
+        lambda shard, index: torch.ones(rows, features),
+        lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
+    )
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
-def test_the_largest_stage_is_as_small_as_it_can_be(sizes: list[int], stages: int) -> None:
-    ways = [
-        [sizes[a:b] for a, b in itertools.pairwise((0, *ends, len(sizes)))]
-        for ends in itertools.combinations(range(1, len(sizes)), stages - 1)
-    ]
-    largest = [max(map(sum, way)) for way in ways if all(map(sum, way))]
-    if not largest:
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=7),
+    st.integers(1, 4),
+)
+def test_the_largest_stage_is_as_small_as_it_can_be_then_the_next(
+    given_blocks: list[tuple[int, bool]], stages: int
+) -> None:
+    """Against all ways to cut, written out."""
+    work, trained = [one[0] for one in given_blocks], [one[1] for one in given_blocks]
+    loads: dict[tuple[int, ...], list[int]] = {}
+    for ends in itertools.combinations(range(1, len(work)), stages - 1):
+        spans = list(itertools.pairwise((0, *ends, len(work))))
+        if all(any(trained[a:b]) for a, b in spans):
+            loads[ends] = sorted((sum(work[a:b]) for a, b in spans), reverse=True)
+    if not loads:
         with pytest.raises(UserError, match="every stage needs a block with parameters"):
-            cut(blocks(*sizes), stages)
+            balanced(work, trained, stages)
         return
-    parts = cut(blocks(*sizes), stages)
-    assert len(parts) == stages
-    assert max(sum(p.numel() for p in part.parameters()) for part in parts) == min(largest)
-    assert [name for part in parts for name, _ in part.named_children()] == [
-        str(i) for i in range(len(sizes))
-    ]
+    assert loads[balanced(work, trained, stages)] == min(loads.values())
+
+
+def test_the_work_of_a_block_is_that_of_its_matrix_products() -> None:
+    """2 operations for each weight and row; an activation has none."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    found = blocks_of(task_of(model, rows=8), 2, 2)
+    assert [block.work for block in found] == [2 * 4 * 6 * 5, 0, 2 * 4 * 5 * 3]
+    assert [block.weights for block in found] == [35, 0, 18]
+    assert [tuple(block.out.shape) for block in found] == [(4, 5), (4, 5), (4, 3)]
+
+
+def test_an_embedding_weighs_nothing_and_the_head_of_a_large_vocabulary_a_lot() -> None:
+    """The published 125M shape with 128,002 tokens, in 4 stages. By hand, of a token: a block has
+    12 width² weights, and attention takes 2 products with 1024 positions.
+    """
+    with torch.device("meta"):
+        model = GPT(vocabulary=128_002, context=1024, layers=12, width=768, heads=12, tied=False)
+    batch = torch.zeros(1, 1025, dtype=torch.long, device="meta")
+    task = replace(task_of(nn.Linear(1, 1)), loss=next_token_loss)
+    found = look(model, batch, task, nullcontext())
+    block, head = 2 * 12 * 768**2 + 4 * 1024 * 768, 2 * 768 * 128_002
+    assert [one.work for one in found] == [0, *[1024 * block] * 12, 1024 * head]
+    ends = balanced([one.work for one in found], [True] * 14, 4)
+    assert ends == (5, 9, 13)  # embedding and 4 blocks, 4 blocks, 4 blocks, head
+
+
+def test_the_clock_gives_each_stage_its_share_of_the_step() -> None:
+    """Two stages with a quarter and three quarters of the work, and links that cost nothing: a
+    micro-batch's forward is 1/3 of its work, and the second stage never waits but at first.
+    """
+    local = {"regions": {"a": [1.0] * 2}, "local": {"bandwidth_gbit_s": 1e12}}
+    run = timed(
+        {
+            "pipeline": {"stages": 2, "micro_batches": 2, "routing": "fixed"},
+            "topology": local,
+            "run": {"steps": 8},
+        },
+        work=(0.25, 0.75),
+    )
+    run.run()
+    forward_s, backward_s = 1 / 3 / 2, 2 / 3 / 2  # of a whole micro-batch
+    step_s = 0.25 * forward_s + 2 * 0.75 * (forward_s + backward_s) + 0.25 * backward_s
+    assert run.now == pytest.approx(8 * step_s, rel=1e-9)
+    busy_s = {node.name: seconds for node, seconds in run.recorder.compute_s.items()}
+    assert busy_s["w1"] == pytest.approx(3 * busy_s["w0"])
+
+
+def test_a_layer_that_is_there_twice_is_cut_into_both_stages() -> None:
+    """An activation without weights may be shared."""
+    tanh = nn.Tanh()
+    model = nn.Sequential(nn.Linear(3, 3), tanh, nn.Linear(3, 3), tanh, nn.Linear(3, 3))
+    x = torch.ones(2, 3)
+    expected = model(x)
+    first, second = parts_of(task_of(model), 0, 2, 1)
+    assert torch.equal(second(first(x)), expected)
+    assert [name for part in (first, second) for name in part._modules] == list("01234")
 
 
 class Own(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
 
 
 def tied() -> nn.Sequential:
@@ -106,7 +171,7 @@ def tied() -> nn.Sequential:
             "pipeline.stages = 2: the model must be an nn.Sequential of blocks, and is a Own",
         ),
         (
-            blocks(2, 0),
+            nn.Sequential(nn.Linear(2, 1, bias=False), nn.Tanh()),
             "pipeline.stages = 2: every stage needs a block with parameters, and the model has 1",
         ),
         (
@@ -114,12 +179,35 @@ def tied() -> nn.Sequential:
             "pipeline.stages = 2: '2.weight' of stage 1 is also in stage 0; untie them (built-in "
             "tasks: task.tied = false)",
         ),
+        (
+            nn.Sequential(nn.Linear(2, 2), Pair(), nn.Linear(2, 2)),
+            "pipeline: block Pair of the model gives a tuple; between stages passes one tensor",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_cut(model: nn.Module, text: str) -> None:
     with pytest.raises(UserError) as error:
-        cut(model, 2)
+        parts_of(task_of(model), 0, 2, 1)
     assert str(error.value) == text
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_loss_that_does_not_call_the_model_once_cannot_be_cut(times: int) -> None:
+    task = replace(
+        task_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))),
+        loss=lambda model, batch: sum((model(batch).sum() for _ in range(times)), batch.sum()),
+    )
+    with pytest.raises(UserError, match="the task's loss must call the model, once"):
+        cut_of(task, 2, 1)
+
+
+def test_a_loss_that_looks_at_values_is_cut_too() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        out = model(batch)
+        return out.sum() * (2.0 if out.sum().item() > 0 else 1.0)
+
+    task = replace(task_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), loss=loss)
+    assert cut_of(task, 2, 1).ends == (1,)
 
 
 def normed() -> nn.Sequential:
@@ -131,12 +219,12 @@ def normed() -> nn.Sequential:
 def test_the_stages_vectors_are_the_models() -> None:
     model = normed()
     whole = Layout.of(model)
-    parts = cut(model, 2)
-    layouts = [Layout.of(part) for part in parts]
+    stages = parts(model, [2])
+    layouts = [Layout.of(part) for part in stages]
     theta = torch.arange(whole.numel, dtype=torch.float32)
     whole.write(model, theta)
     thetas = split(theta, layouts)
-    for part, layout, vector in zip(parts, layouts, thetas, strict=True):
+    for part, layout, vector in zip(stages, layouts, thetas, strict=True):
         assert torch.equal(layout.read(part), vector)
     assert torch.equal(join(thetas, [layout.parameters for layout in layouts]), theta)
 
@@ -243,17 +331,15 @@ def test_the_schedule_is_the_longest_path(
                 before = int(routes[j, k - 1, q])
                 needs.append(done("forward", j, k - 1, before) + table_s[k - 1, before, k, node])
             return max(needs) + float(forward_s[k, node])
-        needs.append(
-            done("backward", j + 1, k, node)
-            if j + 1 < parts
-            else done("forward", parts - 1, k, node)
-        )
+        needs.append(done("backward", j - 1, k, node) if j else done("forward", parts - 1, k, node))
         if k + 1 < stages:
             after = int(routes[j, k + 1, q])
             needs.append(done("backward", j, k + 1, after) + table_s[k + 1, after, k, node])
         return max(needs) + 2 * float(forward_s[k, node])
 
-    expected = [[done("backward", 0, k, node) for node in range(replicas)] for k in range(stages)]
+    expected = [
+        [done("backward", parts - 1, k, node) for node in range(replicas)] for k in range(stages)
+    ]
     np.testing.assert_allclose(
         step_end_s(routes, start_s, forward_s, lambda *at: table_s[at]), expected, rtol=1e-12
     )
@@ -265,7 +351,12 @@ def test_the_norm_goes_to_the_first_stage_and_its_sum_comes_back() -> None:
     assert known_s.tolist() == [[7.0, 9.0], [7.5, 9.5], [8.0, 10.0]]
 
 
-def timed(fields: dict[str, Any], steps: int = 8, activation_bytes: int = 0) -> Simulator:
+def timed(
+    fields: dict[str, Any],
+    steps: int = 8,
+    activation_bytes: int = 0,
+    work: tuple[float, ...] = (),
+) -> Simulator:
     recipe = parse_recipe(
         {
             "method": {"name": "noloco", "inner_steps": steps},
@@ -279,10 +370,10 @@ def timed(fields: dict[str, Any], steps: int = 8, activation_bytes: int = 0) -> 
             **fields,
         }
     )
-    one = experiment.pipeline_of(recipe)
+    one = assemble.pipeline_of(recipe)
     assert recipe.profile is not None
     return Simulator(
-        experiment.build_actors(recipe, one, torch.empty(0), ()),
+        assemble.build_actors(recipe, one, torch.empty(0), ()),
         recipe.topology.workers,
         Network(recipe.topology, np.random.default_rng(0)),
         recipe.profile,
@@ -292,7 +383,7 @@ def timed(fields: dict[str, Any], steps: int = 8, activation_bytes: int = 0) -> 
         numel=0,
         parameters=0,
         seed=0,
-        pipeline=one,
+        pipeline=replace(one, work=work) if one else None,
     )
 
 
@@ -418,7 +509,7 @@ def gradients(
     for node, theta in zip(nodes, thetas, strict=True):
         node._load(theta)
     stages._gradients(range(stages.pipeline.replicas), shards, step)
-    return [node.gradient.clone() for node in nodes]
+    return [node.grad.clone() for node in nodes]
 
 
 def test_identical_replicas_have_the_same_gradient_summed_over_a_stage_whatever_the_routes() -> (
@@ -446,7 +537,7 @@ def test_a_stages_gradient_is_the_sum_over_the_micro_batches_that_it_saw(routing
 
     # By hand: the model's two linear layers, with tanh in the first stage or the second, as
     # functions of the nodes' weights.
-    modules = cut(task.model(), 2)
+    modules = parts_of(task, 0, 2, 4)
     layouts = [Layout.of(module) for module in modules]
     weights = [theta.clone().requires_grad_() for theta in thetas]
     routes = shape.routes(3, step)
@@ -551,27 +642,25 @@ def staged_recipe(**fields: Any) -> Recipe:
 
 
 @pytest.fixture
-def simulate(pools: Any) -> Callable[..., dict[str, Any]]:
+def run(pools: Any) -> Callable[..., dict[str, Any]]:
     def call(recipe: Recipe, out: Path, processes: int = 1) -> dict[str, Any]:
-        experiment.check_reachable(recipe)
-        return experiment.simulate(recipe, pools(recipe, processes), out)
+        assemble.check_reachable(recipe)
+        return simulation.simulate(recipe, pools(recipe, processes), out)
 
     return call
 
 
 @pytest.mark.parametrize("routing", ["random", "fixed"])
-def test_one_process_and_two_leave_the_same_files(
-    simulate: Any, routing: str, tmp_path: Path
-) -> None:
+def test_one_process_and_two_leave_the_same_files(run: Any, routing: str, tmp_path: Path) -> None:
     recipe = staged_recipe(pipeline={"stages": 2, "micro_batches": 2, "routing": routing})
     for processes in (1, 2):
-        simulate(recipe, tmp_path / str(processes), processes)
+        run(recipe, tmp_path / str(processes), processes)
     for name in ("metrics.jsonl", "weights.safetensors", "trace.json", "recipe.yaml"):
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
 def test_a_noloco_run_has_no_collective(
-    simulate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reduced: list[Any] = []
     collective = NodeContext.all_reduce
@@ -581,16 +670,16 @@ def test_a_noloco_run_has_no_collective(
         collective(*arguments)
 
     monkeypatch.setattr(NodeContext, "all_reduce", counted)
-    summary = simulate(staged_recipe(), tmp_path / "noloco")
+    summary = run(staged_recipe(), tmp_path / "noloco")
     assert summary["outer_steps"] == 3
     assert summary["inner_steps"] == 60
     assert summary["final_loss"] < 2.78  # log(16) = 2.77 is where it starts
     assert len(reduced) == 0
-    simulate(staged_recipe(method={"name": "diloco", "inner_steps": 5}), tmp_path / "diloco")
+    run(staged_recipe(method={"name": "diloco", "inner_steps": 5}), tmp_path / "diloco")
     assert len(reduced) == 3 * 8  # the counter counts
 
 
-def test_routes_bring_replicas_nearer_to_each_other(simulate: Any, tmp_path: Path) -> None:
+def test_routes_bring_replicas_nearer_to_each_other(run: Any, tmp_path: Path) -> None:
     alone = {
         "name": "noloco",
         "inner_steps": 5,
@@ -600,7 +689,7 @@ def test_routes_bring_replicas_nearer_to_each_other(simulate: Any, tmp_path: Pat
         "gamma": 0.0,
     }
     spread = {
-        routing: simulate(
+        routing: run(
             staged_recipe(
                 method=alone, pipeline={"stages": 2, "micro_batches": 2, "routing": routing}
             ),
@@ -612,7 +701,7 @@ def test_routes_bring_replicas_nearer_to_each_other(simulate: Any, tmp_path: Pat
 
 
 def test_a_single_replica_without_outer_step_is_plain_training_in_any_number_of_stages(
-    simulate: Any, tmp_path: Path
+    run: Any, tmp_path: Path
 ) -> None:
     losses = []
     for stages in (1, 2, 4):
@@ -623,7 +712,7 @@ def test_a_single_replica_without_outer_step_is_plain_training_in_any_number_of_
             pipeline={"stages": stages, "micro_batches": 2},
             run={"steps": 40, "evaluations": 4},
         )
-        simulate(recipe, tmp_path / str(stages))
+        run(recipe, tmp_path / str(stages))
         losses.append([line["loss"] for line in report.load(tmp_path / str(stages)).evals])
     assert len(losses[0]) == 5
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -639,7 +728,7 @@ def test_a_default_model_in_stages_is_not_tied() -> None:
 def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None:
     pool = pools(staged_recipe(profile="measured"))
     assert (
-        experiment.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
+        simulation.measure_profile(pool).activation_bytes == 4 * 8 * 8 * 4
     )  # batch, sequence, width, fp32
 
 
@@ -693,10 +782,10 @@ def test_the_measured_profile_has_the_activations_of_a_batch(pools: Any) -> None
     ],
 )
 def test_pipelines_that_cannot_run(
-    simulate: Any, fields: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+    run: Any, fields: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error) as raised:
-        simulate(staged_recipe(**fields), tmp_path / "run")
+        run(staged_recipe(**fields), tmp_path / "run")
     assert text in str(raised.value)
 
 
@@ -704,4 +793,4 @@ def test_a_pipeline_needs_links_between_neighbouring_stages() -> None:
     with pytest.raises(
         UserError, match="a/w0 cannot reach b/w0"
     ):  # one replica: no outer step crosses, but its activations do
-        experiment.check_reachable(staged_recipe(topology={"regions": {"a": [1.0], "b": [1.0]}}))
+        assemble.check_reachable(staged_recipe(topology={"regions": {"a": [1.0], "b": [1.0]}}))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from archipel import experiment, methods
+from archipel import methods, simulation
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import Recipe, parse_recipe
 from archipel.train.pool import Pool
@@ -68,7 +68,7 @@ def left(
     found = {}
     for size, processes in (("one", 1), ("two", 2), ("again", 2)):
         for name in methods.names():
-            experiment.simulate(recipe(name), pools(recipe(name), processes), out / size / name)
+            simulation.simulate(recipe(name), pools(recipe(name), processes), out / size / name)
             found[size, name] = files(out / size / name)
     return found
 
@@ -91,6 +91,8 @@ def test_it_learns(name: str, left: dict[tuple[str, str], dict[str, bytes]]) -> 
 
 
 TASK_FILE = """
+from pathlib import Path
+
 import torch
 from torch import nn
 from archipel import Task
@@ -101,7 +103,7 @@ def batches(shard, index):
     return torch.randn(8, 1, 6, 6, generator=generator) + y.view(8, 1, 1, 1), y
 
 def loss(model, batch):
-    how = open(__file__ + ".how").read()
+    how = Path(__file__ + ".how").read_text()
     if how == "an exception":
         raise KeyError('my mistake')
     if how == "a float":
@@ -162,8 +164,8 @@ def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path
     """
     for name in methods.names():
         given = own.recipe(name)
-        experiment.simulate(given, pools(given, 1), tmp_path / "one" / name)
-        summary = experiment.simulate(given, pools(given, 2), tmp_path / name)
+        simulation.simulate(given, pools(given, 1), tmp_path / "one" / name)
+        summary = simulation.simulate(given, pools(given, 2), tmp_path / name)
         weights = load_file(tmp_path / name / "weights.safetensors")
         assert summary["final_loss"] < 0.6, name
         assert float(weights["1.running_var"].min()) > 0, name
@@ -182,12 +184,13 @@ def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path
         ),
         (
             "a float",
-            "loss must return a 0-d tensor that depends on the model's parameters, not a float",
+            "task.loss must return a 0-d tensor that depends on the model's parameters, not a "
+            "float",
         ),
         (
             "a vector",
-            "loss must return a 0-d tensor that depends on the model's parameters, not a tensor of "
-            "shape (8, 2)",
+            "task.loss must return a 0-d tensor that depends on the model's parameters, not a "
+            "tensor of shape (8, 2)",
         ),
         (
             "shapes",
@@ -199,10 +202,25 @@ def test_a_users_image_model_with_batchnorm(pools: Any, own: Own, tmp_path: Path
 def test_errors_of_the_task_name_worker_and_place(
     pools: Any, own: Own, tmp_path: Path, how: str, text: str
 ) -> None:
-    given = own.recipe("diloco", how)
+    """In the middle of a run: when it was tried out, the task was sound."""
+    pool = pools(own.recipe("diloco"))
+    pool.begin(Run(1, 5, 0))
     with pytest.raises(TrainingError, match=r"^worker [ab]/w") as error:
-        experiment.simulate(given, pools(given), tmp_path / "run")
+        simulation.simulate(own.recipe("diloco", how), pool, tmp_path / "run")
     assert text in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_that_is_there_from_the_start_is_told_before_the_run(
+    own: Own, tmp_path: Path
+) -> None:
+    given = own.recipe("diloco", "a float")
+    with simulation.open_pool(given, 1) as pool, pytest.raises(UserError) as error:
+        simulation.simulate(given, pool, tmp_path / "run")
+    assert str(error.value) == (
+        "task.loss must return a 0-d tensor that depends on the model's parameters, not a float"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -214,9 +232,9 @@ def test_a_pool_goes_on_after_a_run_that_diverged(
     """The next run on it is as ever."""
     wild = recipe("diloco", method={"name": "diloco", "inner_steps": 4, "outer_lr": 1e30})
     with pytest.raises(Diverged):
-        experiment.simulate(wild, pools(wild, 2), tmp_path / "wild")
+        simulation.simulate(wild, pools(wild, 2), tmp_path / "wild")
     assert not (tmp_path / "wild").exists()
-    experiment.simulate(recipe("sync_sgd"), pools(wild, 2), tmp_path / "after")
+    simulation.simulate(recipe("sync_sgd"), pools(wild, 2), tmp_path / "after")
     assert files(tmp_path / "after") == left["one", "sync_sgd"]
 
 
@@ -227,7 +245,7 @@ def test_a_loss_that_is_not_finite_names_worker_and_step(
 ) -> None:
     given = own.recipe("diloco", "nan")
     with pytest.raises(Diverged) as error:
-        experiment.simulate(given, pools(given), tmp_path / "run")
+        simulation.simulate(given, pools(given), tmp_path / "run")
     assert "is nan at its inner step" in str(error.value)
     assert "3 times in a row" in str(error.value)
     assert str(error.value).startswith("diloco: ")
@@ -253,7 +271,7 @@ def test_a_process_that_is_killed_is_noticed_and_nothing_is_left_running() -> No
 
 @pytest.mark.slow
 def test_the_measured_profile_is_of_this_task_on_this_machine(pools: Any) -> None:
-    profile = experiment.measure_profile(pools(recipe("diloco")))
+    profile = simulation.measure_profile(pools(recipe("diloco")))
     parameters = (
         16 * 16 + 16 * 16 + 12 * 16 * 16 + 3 * 16
     )  # tied embeddings, positions, one block, norms
@@ -264,6 +282,6 @@ def test_the_measured_profile_is_of_this_task_on_this_machine(pools: Any) -> Non
 def test_a_pool_without_processes_is_refused() -> None:
     with (
         pytest.raises(UserError, match=r"^processes = 0: at least 1 is needed$"),
-        experiment.open_pool(recipe("diloco"), 0),
+        simulation.open_pool(recipe("diloco"), 0),
     ):
         pass

@@ -17,9 +17,9 @@ from archipel.recipe import (
     PipelineConfig,
     Recipe,
     RunConfig,
-    parse_override,
+    load_recipe,
     parse_recipe,
-    read_recipe,
+    parse_settings,
 )
 from archipel.sim.topology import PRESETS, PROFILES, Profile, load_topology
 from archipel.train.task import StdlibTask
@@ -49,7 +49,7 @@ def written(tmp_path: Path) -> Any:
     def read(text: str, *overrides: str) -> Recipe:
         path = tmp_path / "recipe.yaml"
         path.write_text(text)
-        return read_recipe(path, list(overrides))
+        return load_recipe(path, parse_settings(overrides))
 
     return read
 
@@ -353,13 +353,14 @@ def test_a_methods_setting_goes_by_the_methods_name_too(written: Any) -> None:
 def test_an_override_is_a_section_a_key_and_a_yaml_value(
     text: str, parts: tuple[str, str, Any]
 ) -> None:
-    assert parse_override(text) == parts
+    place, key, value = parts
+    assert parse_settings([text]) == {f"{place}.{key}": value}
 
 
 @pytest.mark.parametrize("text", ["run.steps", "steps=3", "run.=3", "=3", "", "run steps=3"])
 def test_a_malformed_override_is_told_the_form(text: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_override(text)
+        parse_settings([text])
     assert (
         str(error.value)
         == f"--set {text}: expected section.key=value, for example halos.inner_steps=16 or "
@@ -369,14 +370,14 @@ def test_a_malformed_override_is_told_the_form(text: str) -> None:
 
 def test_an_override_must_be_yaml() -> None:
     with pytest.raises(UserError) as error:
-        parse_override("run.seconds=[1")
+        parse_settings(["run.seconds=[1"])
     assert str(error.value) == "--set run.seconds=[1: '[1' is not a value that YAML can read"
 
 
 @pytest.mark.parametrize("value", ["2024-13-45", "0b_", "!!int x"])
 def test_a_value_that_yaml_takes_for_an_impossible_date_or_number_is_told_so(value: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_override(f"run.seconds={value}")
+        parse_settings([f"run.seconds={value}"])
     assert (
         str(error.value)
         == f"--set run.seconds={value}: {value!r} is not a value that YAML can read"
@@ -419,7 +420,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, make: Any) -> None:
     make(path)
     reason = "Is a directory" if path.exists() else "No such file or directory"
     with pytest.raises(UserError) as error:
-        read_recipe(path, [])
+        load_recipe(path)
     assert str(error.value) == f"recipe {path}: {reason}"
 
 
@@ -427,7 +428,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError) as error:
-        read_recipe(path, [])
+        load_recipe(path)
     assert str(error.value).startswith(f"recipe {path} is not YAML: ")
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from archipel import experiment, methods
+from archipel import assemble, methods
 from archipel.errors import UserError
 from archipel.recipe import (
     KEYS,
@@ -22,8 +22,9 @@ from archipel.recipe import (
     PipelineConfig,
     Recipe,
     RunConfig,
+    load_recipe,
     parse_recipe,
-    read_recipe,
+    parse_settings,
 )
 from archipel.run.screening import ScreeningConfig
 from archipel.sim.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
@@ -98,7 +99,7 @@ def result_or_text(make: Callable[[], Recipe]) -> Recipe | str:
     """A recipe that could run, or what its author is told."""
     try:
         recipe = make()
-        experiment.check_reachable(recipe)
+        assemble.check_reachable(recipe)
     except UserError as error:
         return str(error)
     return recipe
@@ -141,7 +142,7 @@ def test_all_sections_at_once(fields: dict[Any, Any]) -> None:
 def test_any_file(content: str | bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    found = result_or_text(lambda: read_recipe(path, []))
+    found = result_or_text(lambda: load_recipe(path))
     assert isinstance(found, Recipe) or ": " in found  # the place, then what is wrong with it
 
 
@@ -153,5 +154,5 @@ def test_any_file(content: str | bytes, tmp_path_factory: pytest.TempPathFactory
 def test_any_override(override: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "sound.yaml"
     path.write_text(yaml.safe_dump(WHOLE))
-    found = result_or_text(lambda: read_recipe(path, [override]))
+    found = result_or_text(lambda: load_recipe(path, parse_settings([override])))
     assert isinstance(found, Recipe) or len(found) > 5

@@ -10,7 +10,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -55,7 +58,7 @@ def write_run(
     every_s: float = 10.0,
     spread: float | None = None,
     **changes: Any,
-) -> report.Run:
+) -> report.Result:
     """A run directory whose evaluations are `every_s` apart, the first at time 0; what
     `report.load` makes of it.
     """
@@ -101,7 +104,7 @@ def write_run(
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[report.Run]:
+def runs(tmp_path: Path) -> list[report.Result]:
     """Two seeds of a fast method, one of a slow one that ends worst, one of a method in between."""
     return [
         write_run(tmp_path / "slow", "slow", [3.0, 2.9, 2.7, 2.5, 2.2], every_s=100.0),
@@ -111,7 +114,7 @@ def runs(tmp_path: Path) -> list[report.Run]:
     ]
 
 
-def printed(runs: list[report.Run], target: float | None, width: int = 120) -> str:
+def printed(runs: list[report.Result], target: float | None, width: int = 120) -> str:
     text = io.StringIO()
     Console(width=width, file=text, color_system=None).print(report.table(runs, target))
     return text.getvalue()
@@ -120,34 +123,83 @@ def printed(runs: list[report.Run], target: float | None, width: int = 120) -> s
 # Comparing
 
 
-def test_the_target_is_what_the_worst_run_ends_at(runs: list[report.Run]) -> None:
+def test_the_target_is_what_the_worst_run_ends_at(runs: list[report.Result]) -> None:
     assert report.target_loss(runs) == 2.2
 
 
-def test_a_run_without_a_final_loss_sets_no_target(runs: list[report.Run], tmp_path: Path) -> None:
+def test_a_run_without_a_final_loss_sets_no_target(
+    runs: list[report.Result], tmp_path: Path
+) -> None:
     blown_up = write_run(tmp_path / "nan", "nan", [3.0, float("nan")])
     assert blown_up.summary["final_loss"] is None
     assert report.target_loss([*runs, blown_up]) == 2.2
     assert report.target_loss([blown_up]) is None
 
 
-def test_time_to_target_is_that_of_the_first_evaluation_there(tmp_path: Path) -> None:
+def test_time_to_target_is_read_off_the_line_between_two_evaluations(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "run", [3.0, 2.5, 2.2, 2.3, 2.1])
     assert report.time_to_target_s(run, 2.2) == 20.0
-    assert report.time_to_target_s(run, 2.49) == 20.0  # not interpolated
+    assert report.time_to_target_s(run, 2.35) == pytest.approx(10.0 + 10.0 * 0.15 / 0.3)
+    assert report.time_to_target_s(run, 2.9) == pytest.approx(2.0)  # from the untrained model on
+    assert report.time_to_target_s(run, 2.15) == pytest.approx(37.5)  # the last rise is in it
     assert report.time_to_target_s(run, 2.0) is None
     assert report.time_to_target_s(run, None) is None
 
 
-def test_rows_are_ordered_by_time_to_target_and_name_both_ratios(runs: list[report.Run]) -> None:
+@given(
+    losses=st.lists(st.floats(0.5, 5.0), min_size=2, max_size=8),
+    target=st.floats(0.5, 5.0),
+    every_s=st.floats(0.1, 100.0),
+)
+def test_the_time_to_target_is_where_the_drawn_line_meets_it(
+    losses: list[float], target: float, every_s: float
+) -> None:
+    """The reference walks along the line in small steps."""
+    evals = [{"time_s": every_s * n, "loss": loss} for n, loss in enumerate(losses)]
+    time_s = report.time_to_target_s(report.Result(Path(), {}, evals), target)
+    grid = np.linspace(0.0, len(losses) - 1.0, 700 * (len(losses) - 1) + 1)
+    below = np.interp(grid, np.arange(len(losses)), losses) <= target
+    if losses[0] > target:
+        expected = every_s * grid[below.argmax()] if below.any() else None
+    else:  # the start does not count: the first evaluation after it at or below the target
+        after = [n for n, loss in enumerate(losses) if n and loss <= target]
+        if not after:
+            expected = None
+        elif after[0] == 1:
+            expected = every_s
+        else:
+            expected = every_s * grid[np.flatnonzero(below & (grid > after[0] - 1))[0]]
+    if expected is None:
+        assert time_s is None
+    else:
+        assert time_s == pytest.approx(expected, abs=every_s / 600)
+
+
+def test_runs_with_few_evaluations_are_as_fast_as_those_with_many(tmp_path: Path) -> None:
+    """One loss, 4 - t/100, seen every 10 s or every 70 s."""
+    often = write_run(tmp_path / "often", "often", [4.0 - n / 10 for n in range(29)])
+    seldom = write_run(
+        tmp_path / "seldom", "seldom", [4.0 - 7 * n / 10 for n in range(5)], every_s=70.0
+    )
+    rows = {row["label"]: row for row in report.rows([often, seldom], 2.55)}
+    assert rows["often"]["time_to_target_s"] == pytest.approx(145.0)
+    assert rows["seldom"]["time_to_target_s"] == pytest.approx(145.0)
+    assert rows["often"]["time_to_target_s_grid"] == pytest.approx(5.0)
+    assert rows["seldom"]["time_to_target_s_grid"] == pytest.approx(35.0)
+    text = printed([often, seldom], 2.55)
+    assert "145.0 s ±5.0 s" in text
+    assert "145.0 s ±35.0 s" in text
+
+
+def test_rows_are_ordered_by_time_to_target_and_name_both_ratios(runs: list[report.Result]) -> None:
     rows = report.rows(runs, 2.2)
     assert [row["label"] for row in rows] == ["fast", "middle", "slow"]
-    assert [row["time_to_target_s"] for row in rows] == [25.0, 100.0, 400.0]
-    assert [row["speed_up"] for row in rows] == [16.0, 4.0, 1.0]
-    assert [row["times_slower"] for row in rows] == [1.0, 4.0, 16.0]
+    assert [row["time_to_target_s"] for row in rows] == pytest.approx([25.0, 87.5, 400.0])
+    assert [row["speed_up"] for row in rows] == pytest.approx([16.0, 400 / 87.5, 1.0])
+    assert [row["times_slower"] for row in rows] == pytest.approx([1.0, 3.5, 16.0])
 
 
-def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Run]) -> None:
+def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Result]) -> None:
     fast, middle, _ = report.rows(runs, 2.2)
     assert fast["final_loss"] == pytest.approx(statistics.mean([2.0, 2.1]))
     assert fast["final_loss_sd"] == pytest.approx(statistics.stdev([2.0, 2.1]))
@@ -155,21 +207,27 @@ def test_seeds_give_mean_and_sample_standard_deviation(runs: list[report.Run]) -
     assert middle["final_loss_sd"] is None
 
 
-def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(runs: list[report.Run]) -> None:
+def test_a_label_of_which_some_seeds_reach_the_target_gets_no_ratio(
+    runs: list[report.Result],
+) -> None:
     rows = report.rows(runs, 2.05)
     assert [(row["label"], row["reached"], row["seeds"]) for row in rows] == [
         ("middle", 1, 1),
         ("fast", 1, 2),
         ("slow", 0, 1),
     ]
-    assert [row["time_to_target_s"] for row in rows] == [150.0, 40.0, None]
+    assert [row["time_to_target_s"] for row in rows] == [
+        pytest.approx(125.0),
+        pytest.approx(35.0),
+        None,
+    ]
     assert [row["speed_up"] for row in rows] == [1.0, None, None]
     text = printed(runs, 2.05)
-    assert "40.0 s (1/2 seeds)" in text
+    assert "35.0 s ±5.0 s (1/2 seeds)" in text
     assert "never" in text
 
 
-def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Run], tmp_path: Path) -> None:
+def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Result], tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"^no runs to report$"):
         report.rows([], 2.0)
     other = write_run(tmp_path / "bits", "bits", [3.0, 2.0], loss_name="bits per byte")
@@ -181,7 +239,7 @@ def test_no_runs_and_unlike_losses_are_refused(runs: list[report.Run], tmp_path:
         report.rows([*runs, other], 2.0)
 
 
-def test_json_holds_the_runs(runs: list[report.Run]) -> None:
+def test_json_holds_the_runs(runs: list[report.Result]) -> None:
     content = json.loads(json.dumps(report.as_json(runs, 2.2), allow_nan=False))
     assert set(content) == {"runs", "target_loss", "real", "modelled"}
     assert content["target_loss"] == 2.2
@@ -192,24 +250,47 @@ def test_json_holds_the_runs(runs: list[report.Run]) -> None:
     }
 
 
+def test_the_share_that_never_reached_the_model_is_shown_where_there_is_one(
+    tmp_path: Path,
+) -> None:
+    halos = write_run(
+        tmp_path / "halos", "halos", [3.0, 2.0], absorbed_steps=290, unreported_fraction=0.275
+    )
+    diloco = write_run(
+        tmp_path / "diloco", "diloco", [3.0, 2.0], absorbed_steps=400, unreported_fraction=0.0
+    )
+    text = " ".join(printed([halos, diloco], 2.0).split())
+    assert "tokens not in the model" in text
+    assert "4.00 M 28% 2.50 GB" in text
+    assert "4.00 M 0% 2.50 GB" in text
+    assert "Not in the model: the share of all inner steps that were trained and never" in text
+    assert report.record(halos, 2.0)["unreported_fraction"] == 0.275
+    assert "not in the model" not in printed([diloco], 2.0)
+    older = write_run(tmp_path / "older", "older", [3.0, 2.0])  # a version that did not say
+    assert "4.00 M – 2.50 GB" in " ".join(printed([halos, older], 2.0).split())
+
+
 # Words
 
 
-def test_table_in_full(runs: list[report.Run]) -> None:
+def test_table_in_full(runs: list[report.Result]) -> None:
     lines = [" ".join(line.split()) for line in printed(runs, 2.2).splitlines()]
     assert lines[:4] == [
         "method time to loss 2.200 speed-up final loss tokens bytes over slow links idle",
         "fast 25.0 s ±7.1 s 16.0× 2.050 ±0.071 4.00 M 2.50 GB 12.5%",
-        "middle 100.0 s 4.00× 1.900 4.00 M 2.50 GB 12.5%",
-        "slow 400.0 s 1.00× 2.200 4.00 M 2.50 GB 12.5%",
+        "middle 87.5 s ±25.0 s 4.57× 1.900 4.00 M 2.50 GB 12.5%",
+        "slow 400.0 s ±50.0 s 1.00× 2.200 4.00 M 2.50 GB 12.5%",
     ]
     assert " ".join(lines[4:]) == (
         "Target: validation loss (nats per byte) 2.200, the loss that the worst of these runs ends "
         "at; "
-        "the time is that of the first evaluation at or below it. "
+        "its time is read off the straight line between the evaluations before and after it. "
         "Speed-up: times faster than the slowest method that reaches it. "
         "Tokens, bytes and idle time are of whole runs. "
-        "± is one standard deviation over 1 to 2 seeds."
+        "± is one standard deviation over 1 to 2 seeds. "
+        "± of the time of one seed is half the time between these two evaluations, and says "
+        "nothing of other seeds. "
+        "Evaluations are up to 100.0 s apart there."
     )
 
 
@@ -269,7 +350,7 @@ def test_timing_only_runs_are_compared_by_time(tmp_path: Path) -> None:
 
 
 def test_headline_says_what_is_real_and_what_is_modelled(
-    runs: list[report.Run], tmp_path: Path
+    runs: list[report.Result], tmp_path: Path
 ) -> None:
     modelled = "Modelled: clock – topology halos-4x4, profile pythia-70m-h100."
     assert (
@@ -333,7 +414,7 @@ class Page(HTMLParser):
         self.words += data.split()
 
 
-def test_page_stands_alone_and_says_what_it_must(runs: list[report.Run], tmp_path: Path) -> None:
+def test_page_stands_alone_and_says_what_it_must(runs: list[report.Result], tmp_path: Path) -> None:
     tuned = write_run(
         tmp_path / "t",
         "tuned",
@@ -363,7 +444,7 @@ def test_page_stands_alone_and_says_what_it_must(runs: list[report.Run], tmp_pat
     assert len(page.targets) == 4
     assert all(target.startswith("data:image/png;base64,") for target in page.targets)
     text = " ".join(page.words)
-    finding = "tuned reaches the target loss first, after 10.0 s; middle takes 10.0× as long."
+    finding = "tuned reaches the target loss first, after 9.0 s; middle takes 11.1× as long."
     assert (
         text.index("Real: gradients – stdlib")
         < text.index(finding)
@@ -413,7 +494,7 @@ def test_a_run_of_one_evaluation_can_be_shown(tmp_path: Path) -> None:
 # Reading
 
 
-def test_run_directories_are_found_by_name(runs: list[report.Run], tmp_path: Path) -> None:
+def test_run_directories_are_found_by_name(runs: list[report.Result], tmp_path: Path) -> None:
     assert [path.name for path in report.find(tmp_path)] == ["fast-0", "fast-1", "middle", "slow"]
     assert report.find(tmp_path / "slow") == [tmp_path / "slow"]
     assert report.find(tmp_path / "nowhere") == []
@@ -477,7 +558,7 @@ def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_startin
 # Runs that are not seeds of one experiment
 
 
-def in_folder(folder: Path, label: str, seed: int, recipe: str) -> report.Run:
+def in_folder(folder: Path, label: str, seed: int, recipe: str) -> report.Result:
     run = write_run(folder / f"{label}-seed{seed}", label, [3.0, 2.0], seed=seed)
     (run.directory / "recipe.yaml").write_text(
         f"label: {label}\n{recipe}run:\n  steps: 100\n  seed: {seed}\n"
@@ -485,7 +566,7 @@ def in_folder(folder: Path, label: str, seed: int, recipe: str) -> report.Run:
     return run
 
 
-def labels(runs: list[report.Run]) -> list[str]:
+def labels(runs: list[report.Result]) -> list[str]:
     return [run.summary["label"] for run in report.distinguish(runs)]
 
 

@@ -31,21 +31,22 @@ from inline import (
 )
 from torch import Tensor
 
-from archipel import checkpoint, cli, experiment, methods, report
+from archipel import checkpoint, cli, methods, report, rundir, simulation
 from archipel.actor import Gradient, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.methods import noloco
 from archipel.parameter_server import Delta
-from archipel.recipe import Recipe, parse_recipe, read_recipe
+from archipel.recipe import Recipe, load_recipe, parse_recipe
 from archipel.run import wire
 from archipel.run.census import Plan
 from archipel.run.metrics import Recorder, merged
 from archipel.run.screening import Screen, ScreeningConfig
 from archipel.sim.clock import Simulator
 from archipel.sim.topology import Profile, Topology
-from archipel.train.pool import Done, NoTraining, Pool
+from archipel.train.pool import Pool
 from archipel.train.replica import Run
 from archipel.train.task import task_config
+from archipel.train.trainer import Done, NoTraining
 
 ALL = methods.names()
 A, B, C = (NodeId("r", f"w{i}") for i in range(3))
@@ -590,7 +591,7 @@ def test_in_stages_it_ends_the_run() -> None:
             "run": {"steps": 200},
         }
     )
-    sim = experiment.make_simulator(given, None)
+    sim = simulation.make_simulator(given, None)
 
     class Trainer(NoTraining):
         def train_stages(self, team: Any, thetas: Any, *_: Any) -> Any:
@@ -633,7 +634,7 @@ def test_the_books_hold_whatever_is_not_finite(method: str, seed: int) -> None:
             "faults": {"schedule": schedule, "save_every_s": 10.0, "deadline_s": 10.0},
         }
     )
-    sim = experiment.make_simulator(given, None)
+    sim = simulation.make_simulator(given, None)
     rng, row = np.random.default_rng(seed), Counter[NodeId]()
 
     class Trainer(NoTraining):
@@ -681,12 +682,12 @@ def test_several_recorders_are_added_up() -> None:
 
 
 def test_what_a_report_says_of_it() -> None:
-    def run(label: str, refused: dict[str, int], restarted: dict[str, int]) -> report.Run:
-        return report.Run(
+    def run(label: str, refused: dict[str, int], restarted: dict[str, int]) -> report.Result:
+        return report.Result(
             Path(), {"label": label, "refused_updates": refused, "restarts": restarted}, []
         )
 
-    old = report.Run(Path(), {"label": "old"}, [])
+    old = report.Result(Path(), {"label": "old"}, [])
     runs = [
         run("halos", {"paris/w0": 3}, {}),
         run("halos", {}, {"paris/w1": 1}),
@@ -751,7 +752,7 @@ def test_one_setting_can_be_laid_over_a_recipe(written: str, tmp_path: Path) -> 
     path = tmp_path / "recipe.yaml"
     path.write_text(f"method: halos\n{written}\n")
     window = 32 if "window" in written else 64
-    assert read_recipe(path, ["bad_updates.multiple=20"]).bad_updates == ScreeningConfig(
+    assert load_recipe(path, {"bad_updates.multiple": 20}).bad_updates == ScreeningConfig(
         multiple=20.0, window=window
     )
 
@@ -813,7 +814,7 @@ def real(method: str, task: str, **fields: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def one_bad_batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pool | None]]:
     task = write_task(tmp_path_factory.mktemp("task"), "one", "(7,)")
-    with experiment.open_pool(real("halos", task), 1) as pool:
+    with simulation.open_pool(real("halos", task), 1) as pool:
         yield task, pool
 
 
@@ -827,7 +828,7 @@ def test_a_task_with_one_bad_batch(
         match=r"^worker a/w1: the training loss is nan at its inner step 7, after .* s; it is "
         r"restarted from the newest model$",
     ):
-        summary = experiment.simulate(real(method, task), pool, tmp_path / "run")
+        summary = simulation.simulate(real(method, task), pool, tmp_path / "run")
     assert summary["restarts"] == {"a/w1": 1}
     assert summary["refused_updates"] == {}
     assert summary["final_loss"] < 4.0
@@ -837,7 +838,7 @@ def test_a_task_with_one_bad_batch(
         match=rf"^{method}: worker a/w1: the training loss is nan at its inner step 7, after .* s "
         r"on the vir",
     ):
-        experiment.simulate(real(method, task).strictly(), pool, tmp_path / "strict")
+        simulation.simulate(real(method, task).strictly(), pool, tmp_path / "strict")
     assert not (tmp_path / "strict").exists()
 
 
@@ -846,7 +847,7 @@ def several_bad_batches(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[str, Pool | None]]:
     task = write_task(tmp_path_factory.mktemp("task"), "several", "(7,)", "(11,)")
-    with experiment.open_pool(real("halos", task), 1) as pool:
+    with simulation.open_pool(real("halos", task), 1) as pool:
         yield task, pool
 
 
@@ -880,13 +881,11 @@ def test_a_run_with_all_of_it_goes_on_from_a_checkpoint_to_the_bit(
         }
         return found | {"summary": summary}
 
-    straight = experiment.make_simulator(given, pool)
-    experiment.start_directory(tmp_path / "straight", given)
+    straight = simulation.make_simulator(given, pool)
+    rundir.start(tmp_path / "straight", given)
     reason = straight.run()
     assert reason
-    experiment.leave(
-        tmp_path / "straight", given, experiment._ended(given, straight, pool), reason, 0.0
-    )
+    rundir.leave(tmp_path / "straight", given, simulation.ended(given, straight, pool), reason, 0.0)
     left = files(tmp_path / "straight")
     assert left["summary"]["refused_updates"] == {
         "a/w0": 1
@@ -898,12 +897,12 @@ def test_a_run_with_all_of_it_goes_on_from_a_checkpoint_to_the_bit(
     assert straight.now > 11.0
     for number, stop in enumerate((0.3, 0.6, 0.9)):
         directory, at = tmp_path / str(number), int(stop * straight.state.events)
-        sim = experiment.make_simulator(given, pool)
-        experiment.start_directory(directory, given)
+        sim = simulation.make_simulator(given, pool)
+        rundir.start(directory, given)
         assert sim.run(lambda sim=sim, at=at: sim.state.events == at) is None
-        experiment.save_checkpoint(directory, given, sim, 0.0)
+        simulation.save_checkpoint(directory, given, sim, 0.0)
         assert checkpoint.checkpoints(directory / "checkpoint")
-        experiment.simulate(given, pool, directory, resume=True)
+        simulation.simulate(given, pool, directory, resume=True)
         assert files(directory) == left
 
 
@@ -991,5 +990,5 @@ def test_a_comparison_can_refuse_and_be_strict(
         with pytest.raises(SystemExit) as stop:
             cli.main()
         assert stop.value.code == 0
-        left = read_recipe(tmp_path / str(number) / "halos-seed0" / "recipe.yaml", [])
+        left = load_recipe(tmp_path / str(number) / "halos-seed0" / "recipe.yaml")
         assert (left.run.strict, left.bad_updates) == (strict, screening)

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from archipel.recipe import parse_recipe
 from archipel.train.data import Shard
-from archipel.train.replica import Replica, Run, Solo
+from archipel.train.inner_steps import Solo
+from archipel.train.replica import Replica, Run
 from archipel.train.sharded import Leader, ShardedReplica
 from archipel.train.task import Task, make_task
 
@@ -38,7 +39,7 @@ def calls(replica: Any, start: Tensor) -> tuple[Tensor, list[float]]:
     theta = start.clone()
     losses = replica.train(theta, 6, 3, 0, lambda: None)
     gradient = theta.clone()
-    losses += replica.differentiate(gradient, 6)
+    losses += replica.gradient(gradient, 6)
     replica.apply(theta, gradient, 15)
     losses += replica.train(theta, 3, 17, 7, lambda: None)
     return theta, losses
@@ -57,7 +58,7 @@ def process(name: str, rank: int, folder: str) -> None:
     held = sum(p.to_local().numel() for p in replica.module.parameters() if isinstance(p, DTensor))
     if rank:  # the calls that the first process makes, which is the only one to know the vectors
         replica.follow("train", (6, 3, 0))
-        replica.follow("differentiate", (6,))
+        replica.follow("gradient", (6,))
         replica.follow("apply", (15,))
         replica.follow("train", (3, 17, 7))
         torch.save(held, f"{folder}/1.pt")
@@ -88,7 +89,7 @@ def test_two_processes_take_the_steps_of_one(name: str, tmp_path: Path) -> None:
     assert its_losses == pytest.approx(losses, rel=1e-5)
     assert told == [
         ("train", (6, 3, 0)),
-        ("differentiate", (6,)),
+        ("gradient", (6,)),
         ("apply", (15,)),
         ("train", (3, 17, 7)),
     ]

@@ -13,7 +13,7 @@ from archipel.actor import Actor, Context, Message, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.run.census import Plan
 from archipel.sim.topology import Link, Profile, RegionLink, Topology
-from archipel.train.pool import NoTraining
+from archipel.train.trainer import NoTraining
 
 A, B, C = NodeId("a", "w0"), NodeId("b", "w0"), NodeId("b", "w1")
 TINY = Profile(name="tiny", model_bytes=1_000_000, step_time_s=1.0)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archipel import experiment, report, studies
+from archipel import report, simulation, studies
 from archipel.actor import NodeId
 from archipel.errors import Diverged, UserError
 from archipel.methods import noloco
@@ -99,57 +99,57 @@ def test_replicas_drift_apart_outside_the_window(
     monkeypatch.setattr(noloco_stability, "OUTER_STEPS", 10)
     monkeypatch.setattr(noloco_stability, "ALPHAS_AND_GAMMAS", ((0.9, 2.5), (0.5, 0.7)))
     small = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "valid_sequences": 8}
-    recipe_of, simulate = noloco_stability._recipe, experiment.simulate
+    recipe_of, usual = noloco_stability._recipe, simulation.simulate
 
     def small_recipe(*arguments: Any) -> Any:
         recipe = recipe_of(*arguments)
         return replace(recipe, task=recipe.task.model_copy(update=small))
 
-    def simulate_but_one(recipe: Any, pool: Any, directory: Path, progress: Any) -> Any:
+    def simulate_but_one(recipe: Any, pool: Any, directory: Path, *rest: Any, **more: Any) -> Any:
         if directory.name == "alpha0.9-gamma2.5-seed1":
             raise Diverged("alpha0.9-gamma2.5: a loss is nan")
-        return simulate(recipe, pool, directory, progress)
+        return usual(recipe, pool, directory, *rest, **more)
 
     monkeypatch.setattr(noloco_stability, "_recipe", small_recipe)
-    monkeypatch.setattr(experiment, "simulate", simulate_but_one)
-    answer = noloco_stability.run(tmp_path, studies.Settings(steps=80, seeds=2, processes=1))
-    outside, inside = (dict(zip(answer.columns, row, strict=True)) for row in answer.rows)
+    monkeypatch.setattr(simulation, "simulate", simulate_but_one)
+    findings = noloco_stability.run(tmp_path, studies.Settings(steps=80, seeds=2, processes=1))
+    outside, inside = (dict(zip(findings.columns, row, strict=True)) for row in findings.rows)
     assert float(outside["√ρ"]) > 1 > float(inside["√ρ"])
     assert float(outside["measured"]) > 1.1  # one seed, no ±
     assert float(inside["measured"].split(" ± ")[0]) < 1
-    assert "outside the window 0 to 0.44" in answer.finding
-    assert "Without figures: alpha0.9-gamma2.5: a loss is nan (seed 1)" in answer.finding
-    assert answer.headline.startswith("Real: gradients")
-    assert answer.plots[0].is_file()
+    assert "outside the window 0 to 0.44" in findings.finding
+    assert "Without figures: alpha0.9-gamma2.5: a loss is nan (seed 1)" in findings.finding
+    assert findings.headline.startswith("Real: gradients")
+    assert findings.plots[0].is_file()
 
 
 @pytest.mark.slow
 def test_the_spread_of_noloco_follows_the_learning_rate(tmp_path: Path) -> None:
     """A short run; the full one has the same sign and size, see docs/theory.md."""
-    answer = noloco_spread.run(tmp_path / "out", studies.Settings(steps=800, seeds=1))
-    assert answer.plots[0].is_file()
-    assert float(answer.rows[0][1]) > 0.8
-    assert answer.headline.startswith("Real: gradients")
+    findings = noloco_spread.run(tmp_path / "out", studies.Settings(steps=800, seeds=1))
+    assert findings.plots[0].is_file()
+    assert float(findings.rows[0][1]) > 0.8
+    assert findings.headline.startswith("Real: gradients")
 
 
 @pytest.mark.slow
 def test_random_routes_are_compared_with_fixed_ones(tmp_path: Path) -> None:
-    answer = noloco_routing.run(tmp_path / "out", studies.Settings(steps=200, seeds=1))
-    assert [row[:2] for row in answer.rows] == [
+    findings = noloco_routing.run(tmp_path / "out", studies.Settings(steps=200, seeds=1))
+    assert [row[:2] for row in findings.rows] == [
         ["without", "fixed"],
         ["without", "random"],
         ["with", "fixed"],
         ["with", "random"],
     ]
-    spreads = [float(row[-1]) for row in answer.rows]
+    spreads = [float(row[-1]) for row in findings.rows]
     assert min(spreads[:2]) > 10 * max(spreads[2:])  # an outer step does more than routes
-    assert answer.finding.startswith("Without an outer step, random routes change the spread by ")
-    assert answer.plots[0].is_file()
+    assert findings.finding.startswith("Without an outer step, random routes change the spread by ")
+    assert findings.plots[0].is_file()
 
 
 def test_changes_are_of_pairs_with_one_seed() -> None:
-    def run(loss: float, spread: float) -> report.Run:
-        return report.Run(Path(), {"replica_loss": loss, "replica_std": spread}, [])
+    def run(loss: float, spread: float) -> report.Result:
+        return report.Result(Path(), {"replica_loss": loss, "replica_std": spread}, [])
 
     fixed, random = (
         [run(2.0, 0.1), run(3.0, 0.2)],

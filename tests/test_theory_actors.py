@@ -15,7 +15,7 @@ from torch import Tensor
 from archipel.actor import NodeId, Trained
 from archipel.sim.topology import Topology
 from archipel.theory.moments import Setting, step
-from archipel.train.pool import Done
+from archipel.train.trainer import Done
 
 COORDINATES = 400  # independent copies of the quadratic; they share the random groups
 RUNS = 150  # independent random groups

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from archipel.vector import Layout, Slot, float_buffers, integer_buffers, outer_gradient, parameters
+from archipel.vector import Layout, Slot, integer_buffers, outer_gradient, parameters, statistics
 
 
 class Everything(nn.Module):
@@ -134,7 +134,7 @@ def test_integer_and_boolean_buffers_stay_beside_the_vector() -> None:
 
 def test_buffers_that_a_state_dict_leaves_out_are_left_out() -> None:
     module = Everything()
-    assert "mask" not in float_buffers(module)
+    assert "mask" not in statistics(module)
     Layout.of(module).write(module, torch.zeros(27))
     assert torch.equal(module.mask, torch.ones(9))
 

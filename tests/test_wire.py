@@ -14,7 +14,7 @@ from archipel.actor import Actor, Context, Message, NodeId, Reduced, Start
 from archipel.run import wire
 from archipel.run.census import Plan
 from archipel.sim.topology import Topology
-from archipel.train.pool import NoTraining
+from archipel.train.trainer import NoTraining
 
 A, B = NodeId("a", "w0"), NodeId("b", "w0")
 NUMEL = 8

@@ -2,18 +2,27 @@
 
 __version__ = "0.1.0"
 
+from typing import TYPE_CHECKING, Any
+
 from archipel.actor import Actor, Context, Message, MethodConfig, NodeId, World
-from archipel.errors import Diverged, TrainingError, UserError
+from archipel.errors import Diverged, Interrupted, TrainingError, UserError
 from archipel.train.data import Shard
 from archipel.train.task import Schedule, Task, adamw
 
+if TYPE_CHECKING:  # a method or a task does not wait for what draws reports
+    from archipel.experiment import Comparison, compare, launch, resume, simulate
+    from archipel.report import Result
+
 __all__ = [
     "Actor",
+    "Comparison",
     "Context",
     "Diverged",
+    "Interrupted",
     "Message",
     "MethodConfig",
     "NodeId",
+    "Result",
     "Schedule",
     "Shard",
     "Task",
@@ -22,4 +31,17 @@ __all__ = [
     "World",
     "__version__",
     "adamw",
+    "compare",
+    "launch",
+    "resume",
+    "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What makes runs, imported when it is first asked for."""
+    if name not in {"Comparison", "Result", "compare", "launch", "resume", "simulate"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from archipel import experiment
+
+    return getattr(experiment, name)

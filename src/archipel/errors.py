@@ -7,9 +7,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class UserError(Exception):
@@ -30,6 +32,10 @@ class TrainingError(Exception):
     """
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C has stopped a run. The text says what goes on from there."""
+
+
 def seen_from(path: str | Path) -> str:
     """` (relative to /a/folder)` behind a path that is not absolute: also one in a file is relative
     to where the command runs.
@@ -43,6 +49,24 @@ def nearest(name: object, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def checked(model: type[Model], fields: Any, place: str, expected: str = "") -> Model:
+    """The settings `fields`, written at `place` by a user, as a `model`.
+
+    Args:
+        expected: what is allowed instead of something that is no mapping; where it is empty, that
+            has been looked at already.
+
+    Raises:
+        UserError: something in them is unknown, of the wrong type, or impossible.
+    """
+    if expected and not isinstance(fields, dict):
+        raise UserError(f"{place} = {fields!r}: expected {expected}")
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, place, model) from None
 
 
 def explain(error: ValidationError, place: str, model: type[BaseModel]) -> UserError:

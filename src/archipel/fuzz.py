@@ -1,8 +1,8 @@
 """Many short runs with random faults, to find one in which an invariant does not hold.
 
 What belongs here: how a run is drawn, how one that fails is made smaller, the line that replays it,
-and the table of what has been tried. What does not: what a fault does (`faults.py`,
-`simulator.py`), what must hold (`invariants.py`).
+and the table of what has been tried. What does not: what a fault does (`sim/schedule.py`,
+`sim/clock.py`), what must hold (`run/invariants.py`).
 
 Nothing is trained: what waits for whom, what is lost and what is counted do not depend on weights.
 Times are small round numbers, so that a shrunk recipe can be followed by hand.
@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from archipel import experiment, methods
+from archipel import methods, simulation
 from archipel.recipe import parse_recipe
 from archipel.run import invariants
 from archipel.run.invariants import Ledger, Violation
+from archipel.sim.faults import KINDS
 
 FAULTS_UNTIL_S = 100
-KINDS = ("slow", "crash", "leave", "join", "loss", "delay", "duplicate", "link_down", "partition")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def outcome_of(recipe: dict[str, Any]) -> Outcome:
     """Run the recipe with these fields."""
     line, ledger, failure = json.dumps(recipe, separators=(", ", ": ")), Ledger(), None
     try:
-        simulator = experiment.make_simulator(parse_recipe(deepcopy(recipe)), None)
+        simulator = simulation.make_simulator(parse_recipe(deepcopy(recipe)), None)
         [ledger] = [one for one in simulator.state.observers if isinstance(one, Ledger)]
         simulator.run()
     except Violation as error:
@@ -292,7 +292,7 @@ def _servers(recipe: dict[str, Any]) -> list[str]:
     parsed = parse_recipe(deepcopy(recipe))
     workers = {worker.id for worker in parsed.topology.workers}
     return [
-        str(node) for node in experiment.make_simulator(parsed, None).actors if node not in workers
+        str(node) for node in simulation.make_simulator(parsed, None).actors if node not in workers
     ]
 
 

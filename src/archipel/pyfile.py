@@ -1,4 +1,8 @@
-"""Importing a Python file that the user names: a task of their own, a method of their own."""
+"""Python files that the user names, a task or a method of their own: importing one, and where in it
+something failed.
+
+What belongs here: nothing that knows what is in such a file.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,17 @@ from types import ModuleType
 
 from archipel.errors import UserError, seen_from
 
+folders: list[str] = []
+"""The folders of all files that have been imported here, which have become importable."""
+_importing: list[Path] = []
+"""Files that are being imported at this moment."""
+
 
 def import_file(path: Path, place: str) -> ModuleType:
     """The module in the file `path`; `place` names it in errors.
+
+    Its folder becomes importable, and comes first, as that of a script does with `python path`: the
+    file can import its neighbours, now or later.
 
     Raises:
         UserError: there is no such file, it is not a Python file, or what it does when it is
@@ -24,20 +36,55 @@ def import_file(path: Path, place: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"archipel_user_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{place}: {str(path)!r} is not a Python file")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        folders.append(folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
+    _importing.append(path)
     try:
         spec.loader.exec_module(module)
+    except UserError:
+        del sys.modules[spec.name]
+        raise
     except Exception as error:
         del sys.modules[spec.name]
         raise UserError(f"{place}: importing it failed at {whereabouts(error)}") from error
+    finally:
+        _importing.remove(path)
     return module
+
+
+def check_not_importing(function: str) -> None:
+    """Raise a `UserError` if `archipel.FUNCTION` is called by a user's file while archipel imports
+    that file. A script that names itself as the task's file would start itself again and again.
+    """
+    if _importing:
+        raise UserError(
+            f"{_importing[-1]}: archipel.{function}() is called while this file is imported for "
+            f'what it defines; put the call under `if __name__ == "__main__":`'
+        )
 
 
 def whereabouts(error: Exception) -> str:
     """What a file of the user's raised, on one line, and file and line of it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    at, text = f"{frame.filename}:{frame.lineno}", str(error)
+    at, text = place_of(error), " ".join(str(error).split())
     if isinstance(error, SyntaxError) and error.filename:
         at, text = f"{error.filename}:{error.lineno}", error.msg
     return f"{at}: {type(error).__name__}: {text}"
+
+
+def place_of(error: Exception) -> str:
+    """File and line where `error` was raised: the deepest one that is neither a library's nor this
+    package's, if there is any.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    foreign = ("site-packages", os.path.dirname(__file__), os.path.dirname(os.__file__))
+    own = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith("<") and not any(p in frame.filename for p in foreign)
+    ]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"

@@ -7,22 +7,24 @@ does not: running it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, model_validator
 
 from archipel import methods
 from archipel.actor import MethodConfig
-from archipel.errors import UserError, explain, nearest
+from archipel.errors import UserError, checked, nearest
 from archipel.run.screening import ScreeningConfig
 from archipel.sim.faults import FaultsConfig, parse_faults
 from archipel.sim.topology import (
     MEASURED,
     PROFILES,
     Profile,
+    Strict,
     Topology,
     load_topology,
     parse_topology,
@@ -48,19 +50,26 @@ DEFAULT_PROFILE = "pythia-70m-h100"
 DEFAULT_STEPS = 10_000
 
 
-class RunConfig(BaseModel):
+class RunConfig(Strict):
     """When a run ends, and its seed. The first stop rule that holds ends it.
 
-    `steps` and `tokens` count what the model to take home has absorbed, of all workers together;
-    the learning rate is planned for them.
+    `steps` and `tokens` count what all workers together have trained; the learning rate is planned
+    for them.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    steps: int | None = Field(None, ge=1, description=f"inner steps; default: {DEFAULT_STEPS}")
-    tokens: int | None = Field(None, ge=1, description="instead of steps")
-    seconds: float | None = Field(None, gt=0, description="on the engine's clock")
-    target_loss: float | None = Field(None, description="validation loss")
-    seed: int = Field(0, ge=0)
+    steps: int | None = Field(
+        None, ge=1, description=f"inner steps of all workers together; default: {DEFAULT_STEPS}"
+    )
+    tokens: int | None = Field(
+        None, ge=1, description="tokens of all workers together, instead of steps"
+    )
+    seconds: float | None = Field(
+        None, gt=0, description="the run ends after so many seconds on its clock"
+    )
+    target_loss: float | None = Field(
+        None, description="the run ends when the validation loss is at or below this"
+    )
+    seed: int = Field(0, ge=0, description="of initial weights, data, peers and jitter")
     evaluations: int = Field(
         25, ge=1, description="how often the model is evaluated, at equal marks of inner steps"
     )
@@ -68,39 +77,55 @@ class RunConfig(BaseModel):
         False, description="a training loss that is not finite ends the run, and restarts no worker"
     )
 
+    @model_validator(mode="after")
+    def _one_plan(self) -> RunConfig:
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError(
+                f"steps = {self.steps} and tokens = {self.tokens} are both given; give one of them"
+            )
+        return self
 
-class PipelineConfig(BaseModel):
+
+class PipelineConfig(Strict):
     """One replica of the model over several workers; see `pipeline.py`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     stages: int = Field(
-        1, ge=1, description="workers that hold one replica; they divide the number of workers"
+        1,
+        ge=1,
+        description="so many neighbouring workers hold one replica; divides their number",
     )
     micro_batches: int = Field(
-        4, ge=1, description="parts of a batch that follow each other through the stages"
+        4, ge=1, description="so many parts of each batch follow each other through the stages"
     )
     routing: Routing = Field(
-        "random", description="whose next stage gets a micro-batch; fixed: the same replica's"
+        "random",
+        description="a micro-batch goes on to a random replica's next stage; fixed: its own's",
     )
 
 
-class LiveConfig(BaseModel):
+class LiveConfig(Strict):
     """How a recipe runs for real, by `archipel launch`; a simulation does not look at it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     pace: Literal["none", "profile"] = Field(
         "none",
         description="profile: an inner step takes at least the time that the profile and the "
         "worker's speed give it",
     )
     gpu_fraction: float = Field(
-        1.0, gt=0, le=1, description="part of a GPU that each process takes; 0.25: four share one"
+        1.0,
+        gt=0,
+        le=1,
+        description="part of a GPU that each process takes; with 0.25 four processes share one",
     )
     processes: int = Field(
-        1, ge=1, description="of each worker, which share one replica of the model by FSDP2"
+        1,
+        ge=1,
+        description="so many processes of each worker share one replica of the model, by FSDP2",
     )
     deadline_s: float = Field(
-        60.0, gt=0, description="longest time without a sign of life or of progress"
+        60.0,
+        gt=0,
+        description="a node without a sign of life or of progress for so long is taken for lost",
     )
     max_restarts: int = Field(
         3,
@@ -113,9 +138,14 @@ class LiveConfig(BaseModel):
 class Recipe:
     """A method, where it runs, what it trains, for how long, and what goes wrong.
 
-    `profile` None: measured when the run starts. `faults` None: nothing goes wrong, and no
-    invariants are checked. `bad_updates` None: refused live and not in the simulator; False: in
-    neither.
+    Attributes:
+        label: the name under which a report shows the run; its folder's name begins with it.
+        method: the method's name, or the path of its file.
+        config: the method's settings.
+        profile: None: it is measured when the run starts.
+        faults: None: nothing goes wrong on purpose, and no invariants are checked.
+        bad_updates: when an update is refused. None: by the default rule in a live run, and never
+            in a simulated one. False: never.
     """
 
     label: str
@@ -208,84 +238,181 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
             f"{', '.join(methods.names())}"
         )
     method, config = _method(section(data["method"], "method"))
-    task_fields = section(data.get("task", "stdlib"), "task")
-    run_fields, pipeline_fields = data.get("run", {}), data.get("pipeline", {})
-    if not isinstance(run_fields, dict):
-        raise UserError(f"run = {run_fields!r}: expected keys such as `steps: 10000`")
-    if not isinstance(pipeline_fields, dict):
-        raise UserError(f"pipeline = {pipeline_fields!r}: expected keys such as `stages: 2`")
     label = str(data.get("label", Path(method).stem))
     if not re.fullmatch(r"[\w.+-]+", label):
         raise UserError(
             f"label = {label!r}: it names a folder; use letters, digits, '.', '_', '+' and '-'"
         )
-    pipeline, topology = (
-        _pipeline(pipeline_fields),
-        _topology(data.get("topology", DEFAULT_TOPOLOGY)),
+    topology = _topology(data.get("topology", DEFAULT_TOPOLOGY))
+    pipeline = checked(
+        PipelineConfig, data.get("pipeline", {}), "pipeline", "keys such as `stages: 2`"
     )
     if len(topology.workers) % pipeline.stages:
         raise UserError(
             f"pipeline.stages = {pipeline.stages}: topology {topology.name!r} has "
-            f"{len(topology.workers)} workers, "
-            f"which is no multiple of that"
+            f"{len(topology.workers)} workers, which is no multiple of that"
         )
+    task = _task(section(data.get("task", "stdlib"), "task"), tied=pipeline.stages == 1)
     recipe = Recipe(
         label=label,
         method=method,
         config=config,
         topology=topology,
         profile=_profile(data.get("profile", DEFAULT_PROFILE)),
-        task=_task(task_fields, tied=pipeline.stages == 1),
-        run=_run(run_fields),
+        task=task,
+        run=checked(RunConfig, data.get("run", {}), "run", "keys such as `steps: 10000`"),
         pipeline=pipeline,
-        live=_live(data.get("live", {})),
+        live=checked(LiveConfig, data.get("live", {}), "live", "keys such as `pace: profile`"),
         bad_updates=_bad_updates(data.get("bad_updates")),
     )
     faults = parse_faults(data.get("faults"))
     return recipe if faults is None else recipe.with_faults(faults)
 
 
-def read_recipe(path: Path, overrides: list[str]) -> Recipe:
-    """The recipe in a YAML file, with `section.key=value` laid over it.
+def load_recipe(
+    source: Recipe | Mapping[str, Any] | str | Path, settings: Mapping[str, Any] | None = None
+) -> Recipe:
+    """A recipe as it is, from its fields, or from a YAML file, with `settings` laid over it.
+
+    Args:
+        settings: values by `section.key`; the method's own name is a section too.
 
     Raises:
-        UserError: the file or what it says is wrong.
+        UserError: the file, or what it or `settings` say, is wrong.
     """
-    data = {
-        "topology": DEFAULT_TOPOLOGY,
-        "profile": DEFAULT_PROFILE,
-        **read_mapping(path, "recipe"),
-    }
-    method = section(data.get("method", {}), "method").get("name")
-    for override in overrides:
-        place, key, value = parse_override(override)
+    match source:
+        case Recipe() if not settings:
+            return source
+        case Recipe():
+            fields = parse(source.to_yaml())
+        case Mapping():
+            fields = dict(source)
+        case _:
+            fields = read_mapping(Path(source), "recipe")
+    fields = {"topology": DEFAULT_TOPOLOGY, "profile": DEFAULT_PROFILE, **fields}
+    method = section(fields.get("method", {}), "method").get("name")
+    for name, value in (settings or {}).items():
+        place, key = split_name(name, f"{name}={value}")
         place = "method" if place == method else place
         if place not in KEYS:
             raise UserError(
-                f"--set {override}: unknown section {place!r}{nearest(place, KEYS)}; allowed: "
+                f"--set {name}={value}: unknown section {place!r}{nearest(place, KEYS)}; allowed: "
                 f"{', '.join(KEYS)}"
             )
-        data[place] = {**section(data.get(place) or {}, place), key: value}
-    return parse_recipe(data)
+        fields[place] = {**section(fields.get(place) or {}, place), key: value}
+    return parse_recipe(fields)
 
 
-def parse_override(text: str) -> tuple[str, str, Any]:
-    """`section.key=value` in three parts.
+def recipes_of(
+    chosen: str | Iterable[str | Mapping[str, Any]],
+    common: Mapping[str, Any],
+    seeds: int,
+    settings: Mapping[str, Any],
+) -> list[Recipe]:
+    """One recipe for each method and seed.
+
+    Args:
+        chosen: the methods, see `experiment.compare`.
+        common: the sections that all recipes have.
+        settings: laid over them; a method's name or label is a section too.
 
     Raises:
-        UserError: it does not have that form.
+        UserError: something in them is unknown or impossible.
     """
-    place, equals, value = text.partition("=")
-    name, dot, key = place.strip().partition(".")
-    if not (equals and dot and key):
+    if isinstance(chosen, str):
+        labelled = [_labelled(text) for text in chosen.split(",") if text.strip()]
+    else:
+        labelled = [_labelled(one) for one in chosen]
+    if not labelled:
+        raise UserError(f"--methods {chosen!r}: name at least one of {', '.join(methods.names())}")
+    labels = [label for label, _ in labelled]
+    if repeated := {label for label in labels if labels.count(label) > 1}:
+        raise UserError(f"--methods: {', '.join(sorted(repeated))} is named twice")
+    run = {key: value for key, value in common["run"].items() if value is not None}
+    sections: dict[str, Any] = {**common, "run": run}
+    for name, value in settings.items():
+        place, key = split_name(name, f"{name}={value}")
+        matching = [fields for label, fields in labelled if place in (label, fields["name"])]
+        for fields in matching:
+            fields[key] = value
+        if place in sections:
+            sections[place] = {**section(sections[place] or {}, place), key: value}
+        elif not matching:
+            names = (fields["name"] for _, fields in labelled)
+            known = [*dict.fromkeys([*labels, *names]), *sections]
+            raise UserError(
+                f"--set {name}={value}: {place!r} is none of "
+                f"{', '.join(known)}{nearest(place, known)}"
+            )
+    first = sections["run"].get("seed", 0)
+    return [
+        parse_recipe(
+            {
+                **sections,
+                "method": dict(fields),
+                "label": label,
+                # A seed that is no number is refused where the recipe is parsed.
+                "run": {**sections["run"], "seed": first + i if isinstance(first, int) else first},
+            }
+        )
+        for label, fields in labelled
+        for i in range(seeds)
+    ]
+
+
+def _labelled(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A method's label and fields, from `name`, `name+flag+flag` or a mapping."""
+    if isinstance(method, Mapping):
+        fields = dict(method)
+        if "name" not in fields:
+            raise UserError(f"method: `name` is required; methods: {', '.join(methods.names())}")
+        label = fields.pop("label", Path(str(fields["name"])).stem)
+        return str(label), {**fields, "name": str(fields["name"])}
+    name, *flags = method.strip().split("+")
+    known = [
+        key
+        for key, field in methods.load(name).Config.model_fields.items()
+        if field.annotation is bool
+    ]
+    for flag in flags:
+        if flag not in known:
+            raise UserError(
+                f"--methods {method.strip()}: {name} has no flag {flag!r}{nearest(flag, known)}; "
+                f"its flags: {', '.join(known) or 'none'}"
+            )
+    return "+".join([Path(name).stem, *flags]), {"name": name, **dict.fromkeys(flags, True)}
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Values by `section.key`, from texts such as `halos.inner_steps=16`; the last one counts.
+
+    Raises:
+        UserError: one of them does not have that form.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        split_name(name if equals else "", text)
+        try:
+            settings[name.strip()] = parse(value)
+        except yaml.YAMLError:
+            raise UserError(f"--set {text}: {value!r} is not a value that YAML can read") from None
+    return settings
+
+
+def split_name(name: str, text: str) -> tuple[str, str]:
+    """Section and key of a setting's name; `text` is what the user wrote.
+
+    Raises:
+        UserError: the name is not `section.key`.
+    """
+    place, dot, key = name.strip().partition(".")
+    if not (dot and key):
         raise UserError(
             f"--set {text}: expected section.key=value, for example halos.inner_steps=16 or "
             "task.width=64"
         )
-    try:
-        return name, key, parse(value)
-    except yaml.YAMLError:
-        raise UserError(f"--set {text}: {value!r} is not a value that YAML can read") from None
+    return place, key
 
 
 def section(value: Any, name: str) -> dict[str, Any]:
@@ -303,27 +430,19 @@ def _method(fields: dict[str, Any]) -> tuple[str, MethodConfig]:
     if "name" not in fields:
         raise UserError(f"method: `name` is required; methods: {', '.join(methods.names())}")
     name = str(fields.pop("name"))
-    config = methods.load(name).Config
-    try:
-        return name, config.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, name, config) from None
+    return name, checked(methods.load(name).Config, fields, name)
 
 
 def _topology(value: Any) -> Topology:
     match value:
         case str():
             return load_topology(value)
-        case dict() if (
-            "name" in value and "regions" not in value
-        ):  # a preset or file, and what differs from it
-            base = load_topology(str(value["name"]))
-            topology = parse_topology({**base.model_dump(), **value})
-            return (
-                topology
-                if topology == base
-                else topology.model_copy(update={"name": f"{base.name} (changed)"})
-            )
+        case {"name": name} if "regions" not in value:  # a preset or file, and what differs from it
+            base = load_topology(str(name))
+            changed = parse_topology({**base.model_dump(), **value})
+            if changed == base:
+                return base
+            return changed.model_copy(update={"name": f"{base.name} (changed)"})
         case dict():
             return parse_topology(value)
         case _:
@@ -339,66 +458,28 @@ def _profile(value: Any) -> Profile | None:
         return None
     match fields:
         case {"name": str(name)} if name in PROFILES:
-            fields = {**PROFILES[name].model_dump(), **fields}
-            if fields != PROFILES[name].model_dump():
+            preset = PROFILES[name].model_dump()
+            fields = {**preset, **fields}
+            if fields != preset:
                 fields["name"] = f"{name} (changed)"
         case {"name": str(name)} if len(fields) == 1:
             known = [*PROFILES, MEASURED]
             raise UserError(
                 f"profile = {name!r}: allowed are {', '.join(known)}{nearest(name, known)}"
             )
-    try:
-        return Profile.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "profile", Profile) from None
+    return checked(Profile, fields, "profile")
 
 
 def _task(fields: dict[str, Any], *, tied: bool) -> TaskConfig:
     config = task_config(str(fields.get("name", "stdlib")))
     if issubclass(config, GptTask):
         fields = {"tied": tied, **fields}
-    try:
-        return config.model_validate({"name": "stdlib", **fields})
-    except ValidationError as error:
-        raise explain(error, "task", config) from None
-
-
-def _pipeline(fields: dict[str, Any]) -> PipelineConfig:
-    try:
-        return PipelineConfig.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "pipeline", PipelineConfig) from None
-
-
-def _run(fields: dict[str, Any]) -> RunConfig:
-    try:
-        run = RunConfig.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "run", RunConfig) from None
-    if run.steps is not None and run.tokens is not None:
-        raise UserError(
-            f"run: steps = {run.steps} and tokens = {run.tokens} are both given; give one of them"
-        )
-    return run
-
-
-def _live(fields: Any) -> LiveConfig:
-    if not isinstance(fields, dict):
-        raise UserError(f"live = {fields!r}: expected keys such as `pace: profile`")
-    try:
-        return LiveConfig.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "live", LiveConfig) from None
+    return checked(config, {"name": "stdlib", **fields}, "task")
 
 
 def _bad_updates(fields: Any) -> ScreeningConfig | Literal[False] | None:
     if fields is None or fields is False:
         return fields
-    if not isinstance(fields, dict):
-        raise UserError(
-            f"bad_updates = {fields!r}: expected false, or keys such as `multiple: 1000`"
-        )
-    try:
-        return ScreeningConfig.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, "bad_updates", ScreeningConfig) from None
+    return checked(
+        ScreeningConfig, fields, "bad_updates", "false, or keys such as `multiple: 1000`"
+    )

@@ -40,8 +40,8 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sum(Message):
-    """Up the group: the sum of one chunk over all members before the receiver, but those
-    `refused`.
+    """Up the group: the sum of one chunk over all members before the receiver, without the
+    vectors of those in `refused`.
     """
 
     group: Group
@@ -66,27 +66,27 @@ class Mean(Message):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Ask(Message):
+class MeanQuery(Message):
     """To the leader, after a loss: have you got this round's mean?"""
 
     round: int
 
 
-AllReduceMessage = Sum | Mean | Ask
+AllReduceMessage = Sum | Mean | MeanQuery
 
 
 @dataclass
-class Call:
-    """An all-reduce that I wait for.
+class Waiting:
+    """An all-reduce that this node waits for.
 
     Attributes:
-        group: with whom, as far as I know; without those who are lost.
-        mine: the chunks of my vector.
-        refused: and they are not to be in the mean.
-        since_s: when I called.
-        attempt: the latest that I have taken part in; -1: in none.
-        means: the chunks of the mean that have come, by attempt and number.
-        asking: who wants to know this mean.
+        group: its members as far as this node knows, without those who are lost.
+        mine: the chunks of this node's vector.
+        refused: this node's vector is left out of the mean.
+        since_s: when this node called for the mean.
+        attempt: the latest attempt that this node has taken part in; -1: none.
+        means: chunks of the mean that have come, by attempt and number.
+        asking: members that have asked for this mean and have had no answer.
     """
 
     group: Group
@@ -100,7 +100,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last mean that I have got, for those who may not."""
+    """The last mean that this node has got, for members that may not have got it."""
 
     group: Group
     round: int
@@ -115,16 +115,16 @@ class AllReduces:
 
     Attributes:
         me: the node.
-        send: carries a message to a node, in the order of sending; if that one is lost, so is the
+        send: carries a message to a node, in the order of sending; if that node is lost, so is the
             message.
-        finish: is given each mean, and when I had called for it.
-        losses: how many losses there have been in this run, of anybody.
-        gone: who is lost now.
-        calls: those that I wait for, by round.
-        early: sums for which I have not called yet.
-        held: for those who are lost as far as I know; the leader may know already that they are
-            there again.
-        outcome: of the last one that has ended.
+        finish: called with each mean, and with the time at which this node had called for it.
+        losses: how often any node has been lost in this run.
+        gone: nodes that are lost now.
+        waiting: the all-reduces that this node waits for, by round.
+        early: sums that have come before this node has called for their mean.
+        held: messages for nodes that are lost as far as this node knows; the leader may know
+            already that they are there again.
+        outcome: of the last all-reduce that has ended; None before.
     """
 
     me: NodeId
@@ -132,7 +132,7 @@ class AllReduces:
     finish: Callable[[Reduced, float], None]
     losses: int = 0
     gone: set[NodeId] = field(default_factory=set)
-    calls: dict[int, Call] = field(default_factory=dict)
+    waiting: dict[int, Waiting] = field(default_factory=dict)
     early: list[Sum] = field(default_factory=list)
     held: dict[NodeId, list[Message]] = field(default_factory=dict)
     outcome: Outcome | None = None
@@ -140,19 +140,20 @@ class AllReduces:
     def call(
         self, group: Group, vector: Vector, round: int, since_s: float, *, refused: bool = False
     ) -> None:
-        """Mean over `group`; `refused`: without `vector`, which gives nothing but its shape.
+        """Call for the mean over `group`. If `vector` is `refused`, it is left out of the mean and
+        gives nothing but its shape.
 
-        Rounds go up. One who calls for an earlier one than it waits for has begun again, and waits
-        no longer.
+        Rounds go up. A node that calls for an earlier round than it waits for has begun again, and
+        does not wait for the later one any more.
 
         Raises:
-            TrainingError: I wait for this round already.
+            TrainingError: this node waits for this round already.
         """
-        if round in self.calls:
+        if round in self.waiting:
             raise TrainingError(f"{self.me} called for all-reduce {round} while it waits for it")
-        self.calls = {number: call for number, call in self.calls.items() if number < round}
+        self.waiting = {number: call for number, call in self.waiting.items() if number < round}
         chunks = torch.split(vector, CHUNK)
-        self.calls[round] = call = Call(
+        self.waiting[round] = call = Waiting(
             tuple(node for node in group if node not in self.gone), chunks, refused, since_s
         )
         early, self.early = self.early, []
@@ -165,24 +166,24 @@ class AllReduces:
         match message:
             case Sum():
                 self._add(message)
-            case Mean(round=round) if call := self.calls.get(round):
+            case Mean(round=round) if call := self.waiting.get(round):
                 self._take(call, message)
-            case Ask(round=round) if self.outcome and self.outcome.round == round:
+            case MeanQuery(round=round) if self.outcome and self.outcome.round == round:
                 self._settle(self.outcome, (sender,))
-            case Ask(round=round) if call := self.calls.get(round):
+            case MeanQuery(round=round) if call := self.waiting.get(round):
                 call.asking.append(sender)
 
     def lost(self, node: NodeId) -> None:
         self.losses += 1
         self.gone.add(node)
         self.held.pop(node, None)
-        for round, call in list(self.calls.items()):
+        for round, call in list(self.waiting.items()):
             if node in call.group:
                 call.group = tuple(member for member in call.group if member != node)
                 if call.group[0] == self.me:
                     self._begin(round, call)
                 else:
-                    self._send(call.group[0], Ask(round))
+                    self._send(call.group[0], MeanQuery(round))
 
     def joined(self, node: NodeId) -> None:
         self.gone.discard(node)
@@ -190,8 +191,8 @@ class AllReduces:
             self.send(node, message)
 
     def waits_for(self) -> str | None:
-        """For whom, if it waits for anybody."""
-        for round, call in self.calls.items():
+        """In which all-reduce this node waits, and for whom; None: in none."""
+        for round, call in self.waiting.items():
             others = [node for node in call.group if node != self.me]
             more = f" and {len(others) - 4} more" if others[4:] else ""
             return (
@@ -202,14 +203,14 @@ class AllReduces:
 
     # Up
 
-    def _begin(self, round: int, call: Call) -> None:
+    def _begin(self, round: int, call: Waiting) -> None:
         call.attempt, call.means = self.losses, {}
         for number, mine in enumerate(call.mine):
             total, refused = (torch.zeros_like(mine), (self.me,)) if call.refused else (mine, ())
             self._pass_up(call, Sum(call.group, round, call.attempt, number, total, refused))
 
     def _add(self, message: Sum) -> None:
-        outcome, call = self.outcome, self.calls.get(message.round)
+        outcome, call = self.outcome, self.waiting.get(message.round)
         if (
             outcome
             and not call
@@ -230,15 +231,15 @@ class AllReduces:
                     call, replace(message, total=message.total + call.mine[message.chunk])
                 )
 
-    def _is_mine(self, call: Call, message: Sum) -> bool:
-        """It is of the group that I have called with: its leader is mine, or will be when I have
-        heard of a loss.
+    def _is_mine(self, call: Waiting, message: Sum) -> bool:
+        """It is of the group that this node has called with: its leader is this node's leader, or
+        will be once this node has heard of a loss.
         """
         leader = message.group[0]
         return leader == call.group[0] or (leader in call.group and message.attempt > self.losses)
 
-    def _pass_up(self, call: Call, message: Sum) -> None:
-        """`message` has my part in it."""
+    def _pass_up(self, call: Waiting, message: Sum) -> None:
+        """Send a sum on that has this node's part in it."""
         group, place = message.group, message.group.index(self.me)
         if place + 1 < len(group):
             self._send(group[place + 1], message)
@@ -251,7 +252,7 @@ class AllReduces:
 
     # Down
 
-    def _take(self, call: Call, message: Mean) -> None:
+    def _take(self, call: Waiting, message: Mean) -> None:
         if not message.settled:
             if message.attempt != call.attempt:
                 return
@@ -260,7 +261,7 @@ class AllReduces:
         means = call.means.setdefault(message.attempt, {})
         means[message.chunk] = message.mean
         if len(means) == len(call.mine):
-            del self.calls[message.round]
+            del self.waiting[message.round]
             self.early = [
                 other
                 for other in self.early
@@ -277,7 +278,7 @@ class AllReduces:
             )
 
     def _settle(self, outcome: Outcome, others: Group) -> None:
-        """Give others the mean that I have got."""
+        """Give others the mean that this node has got."""
         for number, mean in enumerate(outcome.chunks):
             for node in others:
                 self._send(

@@ -1,401 +1,111 @@
-"""One actor under the real clock: its mailbox, its verbs, and its inner steps in a thread beside
-the handlers.
+"""One actor under the real clock, and its mailbox.
 
-What belongs here: all that one node of a live run does. What does not: who carries its mail and who
-watches over it (`ray_host.py`, `watch.py`; nothing here knows Ray), what a method does, how an
-inner step is taken (`replica.py`).
+What belongs here: what one node of a live run does with what comes to it. What does not: what its
+actor may ask for (`verbs.py`), the thread in which it computes (`compute.py`), what it keeps for an
+evaluation (`marks.py`) or for a restart (`saves.py`), who carries its mail (`ray_host.py`), who
+watches over it (`watch.py`). Nothing here knows Ray.
 
-A host handles one message at a time, in the order of arrival; `mail.Inbox` sees to that order,
-whatever carries them. Inner steps run in a thread of their own, so that a server's answer or a
-peer's vector is taken in while a worker trains.
+A host handles one thing at a time, in the order in which they come; `mail.Inbox` puts each sender's
+messages in order first. It trains and evaluates in a second thread, so that a server's answer or a
+peer's vector is taken in meanwhile.
 
-Nothing ends on its own: a host serves its peers until it is told to stop. What it would take home
-is kept at its *marks*, counts of trained inner steps that it is told beforehand, in the very
-handler that reaches them.
+A host does not end on its own: it serves its peers until it is told to stop.
 
-A host saves its own part of the run: its actor, its place in the data, and its inner optimizer as
-the last inner steps left it. A host that is started again goes on from there: its actor is told
-that it has `Joined`, and what was under way is lost.
+A worker whose loss is not finite keeps its actor, and has lost everything else that it had under
+way. It handles nothing more until it is told who is there, and begins a new life then, as a node
+does that has been started again.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import queue
-import socket
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from archipel import checkpoint
 from archipel.actor import (
     Actor,
-    Gradient,
     Group,
     Joined,
     Lost,
     Message,
     NodeId,
-    Reduced,
-    Refused,
     Start,
-    Trained,
-    Update,
-    Vector,
 )
-from archipel.checkpoint import Surroundings
-from archipel.errors import Diverged, TrainingError, UserError
-from archipel.live.all_reduce import AllReduceMessage, AllReduces
-from archipel.live.mail import Envelope, Inbox, contents
-from archipel.run import wire
-from archipel.run.metrics import Recorder, Training
-from archipel.run.screening import Screen, ScreeningConfig
-from archipel.train.data import Shard
-from archipel.train.pipeline import Pipeline
-from archipel.train.pool import place_of
-from archipel.train.replica import NonFiniteLoss, Replica, Run, Solo
-from archipel.train.sharded import Leader, ShardedReplica
-from archipel.train.stage import Stage
-from archipel.train.task import NoTask, TaskConfig, make_task
+from archipel.errors import TrainingError, UserError
+from archipel.live import saves
+from archipel.live.all_reduce import AllReduceMessage
+from archipel.live.compute import Compute, JobEnded, JobFailed
+from archipel.live.mail import Envelope
+from archipel.live.marks import Marks
+from archipel.live.protocol import BadLoss, HostSetup, Mark, Membership, News, Record, Status
+from archipel.live.verbs import HostContext, Own
+from archipel.pyfile import place_of
+from archipel.run.node import Node
+from archipel.run.screening import Screen
 
-# What a host is told and what it tells
-
-
-@dataclass(frozen=True)
-class Saves:
-    """Where a host saves its part, and the text of its run's recipe, by which saves of other runs
-    are told from it.
-    """
-
-    folder: Path
-    recipe: str
-
-
-class NotFinite(Diverged):
-    """A worker's loss is not a finite number; `batch` is the number of the first one behind those
-    of its inner steps.
-    """
-
-    def __init__(self, text: str, batch: int) -> None:
-        super().__init__(text, batch)  # so that it can be pickled
-        self.text, self.batch = text, batch
-
-    def __str__(self) -> str:
-        return self.text
-
-
-Beginning = Literal["start", "restart", "reset", "resume"]
-"""How a host begins: with the run; again, from its last save if there is one; the same, with a new
-inner optimizer; with a whole run that goes on, in which a server must have a save.
-"""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a host is told when it is made.
-
-    Attributes:
-        actor: pickled, for its class may lie in a file of the user's that the host has to import
-            first.
-        seed_rank: of the actor among all actors; with the run's seed it seeds `Context.rng`.
-        task, run: what is trained, by those who train.
-        shard: this worker's data; None: this actor is no worker.
-        marks: counts of trained inner steps at which the model is kept, rising; () where there is
-            no model.
-        step_time_s: the least time of an inner step, to act out a slower machine; 0: as fast as it
-            goes.
-        epoch: of this run, on all its mail.
-        rank: among the workers.
-        pipeline, shards: how workers share the replicas' stages, and the data of all replicas;
-            None: each has a whole one.
-        processes: that share this worker's replica.
-        deadline_s: longest wait for those with whom inner steps are taken.
-        parameters: leading entries of this node's vectors that are parameters.
-        screening: which updates it does without; None: none.
-        saves: None: it saves nothing.
-        begins: see `Beginning`.
-        batch: number of the first batch to draw, at least; behind those whose loss was not finite.
-        life: how often this node has been started before.
-        lives: of those others who have been started again.
-        gone: who is lost now.
-        losses: how often anybody has been lost so far.
-    """
-
-    actor: bytes
-    seed_rank: int
-    task: TaskConfig
-    run: Run
-    shard: Shard | None
-    marks: tuple[int, ...]
-    step_time_s: float
-    epoch: int
-    rank: int = 0
-    pipeline: Pipeline | None = None
-    shards: tuple[Shard, ...] = ()
-    processes: int = 1
-    deadline_s: float = 60.0
-    parameters: int = 0
-    screening: ScreeningConfig | None = None
-    saves: Saves | None = None
-    begins: Beginning = "start"
-    batch: int = 0
-    life: int = 0
-    lives: Mapping[NodeId, int] = field(default_factory=dict)
-    gone: Group = ()
-    losses: int = 0
-
-    @property
-    def trains(self) -> bool:
-        """This is a worker, and there is something to train."""
-        return self.shard is not None and not isinstance(self.task, NoTask)
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the processes that take inner steps together find each other: a process group of
-    torch.distributed (gloo).
-
-    Attributes:
-        where: `file://…` for processes on one machine, which then open no port to others; else
-            `tcp://…`, of rank 0.
-        rank, size: of this process, and how many there are.
-    """
-
-    where: str
-    rank: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A part of the model to take home, kept in the handler that reached a mark. `model`: whatever
-    `keep` made of the vector.
-    """
-
-    time_s: float
-    trained: int
-    absorbed: int
-    outer_steps: int
-    model: Any
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a host says about itself when it is asked.
-
-    Attributes:
-        time_s: on its clock.
-        events: messages handled and inner steps taken: if they stand still, it stands still.
-        quiet_s: seconds since the last of them.
-        trained: see `actor.Actor`.
-        compute_s: seconds spent on inner steps that have ended.
-        loss: of the last inner steps; None before.
-        doing: what it does or waits for.
-        waits: it is not training.
-        holds: it holds a part of the model to take home.
-        refused: updates that it has done without, by sender.
-        messages, sent_bytes, slow_link_bytes: that have arrived here so far.
-        snapshots: those of the marks reached so far.
-    """
-
-    time_s: float
-    events: int
-    quiet_s: float
-    trained: int
-    compute_s: float
-    loss: float | None
-    doing: str
-    waits: bool
-    holds: bool
-    refused: dict[NodeId, int]
-    messages: int
-    sent_bytes: float
-    slow_link_bytes: float
-    snapshots: tuple[Snapshot, ...]
-
-
-@dataclass(frozen=True)
-class Record:
-    """What a host leaves: what happened at it, and its model's integer buffers when its last inner
-    steps had ended.
-    """
-
-    recorder: Recorder
-    local_updates: int
-    integers: dict[str, Tensor]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Answer:
-    """Inner steps have ended: the message for the actor, when they began and ended, and the
-    progress that it gave them.
-    """
-
-    message: Message
-    start_s: float
-    end_s: float
-    progress: int
+LOCK_S = 0.1
+"""A host that is asked how it is waits so long for its handler to end."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Arrival:
-    """An envelope has come at `time_s`."""
+    """An envelope has come at `time_s`, on the host's clock."""
 
     envelope: Envelope
     time_s: float
 
 
-@dataclass(frozen=True)
-class News:
-    """From who watches over all hosts: `node` is lost, or, with its new `life`, there again."""
-
-    node: NodeId
-    life: int | None = None
-
-
-Item = Arrival | Answer | News | Message
+Item = Arrival | Own | JobEnded | JobFailed | News | Membership
 """What a host takes in, one at a time."""
 
 
-class NoSteps:
-    """Inner steps where nothing is trained."""
-
-    def train(
-        self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]
-    ) -> list[float]:
-        for _ in range(steps):
-            after_step()
-        return []
-
-    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
-        return [0.0]
-
-    def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
-        return []
-
-    def integers(self) -> dict[str, Tensor]:
-        return {}
-
-
-InnerSteps = NoSteps | Solo | Stage | Leader
-"""Who takes a worker's inner steps: nobody, this process alone, this process as one stage, or as
-the first of several.
-"""
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def meet(meeting: Meeting, deadline_s: float) -> None:
-    """Join the process group of a meeting."""
-    if meeting.where.startswith("file:"):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    timeout = timedelta(seconds=deadline_s)
-    dist.init_process_group(
-        "gloo",
-        init_method=meeting.where,
-        rank=meeting.rank,
-        world_size=meeting.size,
-        timeout=timeout,
-    )
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 class Host:
-    """Runs one actor; it is the actor's `Context`.
+    """Runs one actor.
 
     Args:
         setup: who it is and what it does.
         post: carries an envelope to a node; copies the vectors in it before it returns.
-        keep: makes of a vector what a `Snapshot` holds, a copy or where a copy lies.
 
     Attributes:
-        reached: set when the last mark has been reached.
+        events: what the watch should look at: a loss that is not finite; or None: all marks have
+            been reached.
     """
 
-    def __init__(
-        self, setup: Setup, post: Callable[[NodeId, Envelope], None], keep: Callable[[Vector], Any]
-    ) -> None:
+    def __init__(self, setup: HostSetup, post: Callable[[NodeId, Envelope], None]) -> None:
         # The vectors that come are read-only, and nobody writes to a message's vectors.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         torch.set_num_threads(1)
-        self.actor: Actor = pickle.loads(setup.actor)
-        self.setup, self.post, self.keep = setup, post, keep
-        self.me = self.actor.me
-        self.rng = np.random.default_rng((setup.run.seed, setup.seed_rank))
-        self.inbox = Inbox(setup.epoch, setup.life, dict(setup.lives), set(setup.gone))
-        self.sent: dict[NodeId, int] = {}
-        self.reduces = AllReduces(self.me, self.send, self._reduced, setup.losses, set(setup.gone))
+        actor: Actor = pickle.loads(setup.actor)
+        screen = Screen(setup.screening) if setup.screening else None
+        self.node = Node(actor, parameters=setup.parameters, screen=screen)
+        self.setup, self.me = setup, actor.me
         self.mailbox: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
-        self.lock = threading.Lock()  # held while a message is handled
-        self.recorder = Recorder()
-        self.screen = Screen(setup.screening) if setup.screening else None
-        self.save_due = False
-        self.saved = threading.Event()
-        self.snapshots: list[Snapshot] = []
-        self.reached = threading.Event()
-        self.training_since_s: float | None = None
-        self.events, self.last_event_s = 0, 0.0
+        self.events: queue.SimpleQueue[BadLoss | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()  # held while something is handled
+        self.ctx = HostContext(self.node, setup, post, self.mailbox.put)
+        self.marks = Marks(setup.marks, waits_for_release=setup.waits_for_release)
+        self.compute = Compute(self.me, setup, self.marks, self.mailbox.put, lambda: self.ctx.now)
+        self.ctx.compute = self.compute
+        self.handled, self.last_handled_s = 0, 0.0
         self.loss: float | None = None
-        self.inner: InnerSteps = NoSteps()
-        self.integers: dict[str, Tensor] = {}
-        if setup.shard is not None:
-            self.thread = ThreadPoolExecutor(
-                1, "inner steps", initializer=torch.set_num_threads, initargs=(1,)
-            )
-            if setup.trains and setup.pipeline is None and setup.processes == 1:
-                self._train_with(
-                    Solo(Replica(make_task(setup.task), setup.run, device()), setup.shard)
-                )
-        self.batch = 0  # number of the next one
-        self.started_s = time.perf_counter()
+        self.finished = True  # inner steps, since the last loss that was not finite
+        self.waits_for_life = False
+        self.saves = saves.SaveRequests()
+        self.last_status = snapshot_of(self)
 
-    def meet(self, meeting: Meeting, tell: Callable[[str, tuple[int, ...]], None]) -> None:
-        """Find those with whom this worker takes its inner steps: other stages, or the other
-        processes of its replica.
-
-        `tell` has those processes follow; see `sharded.Leader`.
-        """
-        meet(meeting, self.setup.deadline_s)
-        setup, task = self.setup, make_task(self.setup.task)
-        assert setup.shard is not None
-        if setup.pipeline:
-            self._train_with(
-                Stage(
-                    task,
-                    setup.run,
-                    device(),
-                    setup.pipeline,
-                    setup.rank,
-                    setup.shards,
-                    setup.deadline_s,
-                )
-            )
-        else:
-            self._train_with(Leader(ShardedReplica(task, setup.run, device(), setup.shard), tell))
-
-    def _train_with(self, inner: InnerSteps) -> None:
-        self.inner, self.integers = inner, inner.integers()
+    @property
+    def actor(self) -> Actor:
+        return self.node.actor
 
     # What others ask of a host, from other threads
 
@@ -404,384 +114,307 @@ class Host:
         what happened.
 
         Raises:
-            Diverged: a loss is not finite.
-            TrainingError: the user's task failed, or the method did; or a save cannot be written.
+            UserError, TrainingError: the user's task failed, or the method did.
         """
         self.begin(clock_s)
         while (item := self.mailbox.get()) is not None:
             self.handle(item)
             del item  # so that the memory of its vectors is free for the next ones
-        if self.setup.shard is not None:
-            self.thread.shutdown(wait=False, cancel_futures=True)
         with self.lock:
-            return Record(self.recorder, self.actor.local_updates, self.integers)
+            return Record(self.ctx.recorder, self.actor.local_updates, self.compute.integers)
 
     def begin(self, clock_s: float = 0.0) -> None:
         """Start the actor, or tell it that it is there again and who is not."""
-        self.started_s = time.perf_counter() - clock_s
-        with self.lock:
+        self.ctx.started_s = time.perf_counter() - clock_s
+        with self.lock, naming(self.me):
             self._keep_at_marks()
-        if self.setup.begins == "start":
-            self.handle(Start())
-        else:
-            self.handle(Joined(self.me))
-            peers = set(self.actor.peers())
-            for node in self.setup.gone:
-                if node in peers:
-                    self.handle(Lost(node))
+            if self.setup.begins == "start":
+                self._handle(Start(), self.me)
+            else:
+                self._join(self.setup.membership.gone)
 
     def handle(self, item: Item | BaseException) -> None:
         """Take in one of the things that have come."""
         if isinstance(item, BaseException):
             raise item
-        with self.lock:
-            try:
-                self._take_in(item)
-            except (UserError, TrainingError):
-                raise
-            except Exception as error:
-                raise TrainingError(
-                    f"{self.me} failed at {place_of(error)}: {type(error).__name__}: {error}"
-                ) from error
+        with self.lock, naming(self.me):
+            self._take_in(item)
 
     def deliver(self, envelope: Envelope) -> None:
         """Mail has come."""
-        self.mailbox.put(Arrival(envelope, self.now))
+        self.mailbox.put(Arrival(envelope, self.ctx.now))
 
     def tell(self, news: News) -> None:
-        """Somebody is lost, or there again."""
+        """Another host is lost, or there again."""
         self.mailbox.put(news)
 
+    def begin_again(self, membership: Membership) -> None:
+        """Begin a new life after a loss that was not finite."""
+        self.mailbox.put(membership)
+
     def stop(self) -> None:
-        """Handle nothing more."""
+        """Handle nothing more, and give up the inner steps under way. Evaluations go on."""
+        self.compute.stopped = True
+        self.marks.close()
         self.mailbox.put(None)
 
     def save(self) -> None:
-        """Save my part now, or, while inner steps are taken, when they have ended. Returns when
-        that is done.
+        """Save my part of the run as it is now, or, while inner steps are taken, as it is when they
+        have ended. Returns when that is on disk.
+
+        The state is copied between two handlers, and written in the thread that asks: no handler
+        waits for the disk.
+
+        Raises:
+            UserError: the actor has something that a save cannot hold.
+            TrainingError: it cannot be written.
         """
+        assert self.setup.save_folder is not None
         with self.lock:
-            if self.training_since_s is None:
-                self._save()
-                return
-            self.save_due = True
-            self.saved.clear()
-        self.saved.wait()
+            copy = self.saves.wanted = Future()
+            if not self.node.busy:
+                self.saves.serve(state_of(self))
+        self.saves.write(self.setup.save_folder, copy)
 
-    def status(self, evaluated: int = 0) -> Status:
-        """How things stand, between two handlers. The first `evaluated` snapshots are needed no
-        more.
+    def load(self) -> list[str]:
+        """Go on from the last save, unless the run begins; what the user should know of that.
+
+        Raises:
+            UserError: there is none that is sound.
         """
-        with self.lock:
-            self.snapshots[:evaluated] = [
-                replace(snapshot, model=None) for snapshot in self.snapshots[:evaluated]
-            ]
-            recorder = self.recorder
-            return Status(
-                self.now,
-                self.events,
-                self.now - self.last_event_s,
-                self.actor.trained,
-                sum(recorder.compute_s.values()),
-                self.loss,
-                self._doing(),
-                self.training_since_s is None,
-                self.actor.model() is not None,
-                dict(recorder.refused),
-                recorder.messages,
-                recorder.sent_bytes,
-                recorder.slow_link_bytes,
-                tuple(self.snapshots),
-            )
+        folder, begins = self.setup.save_folder, self.setup.begins
+        if folder is None or begins == "start":
+            return []
+        needed = begins == "resume" and self.setup.shard is None
+        if not needed and not checkpoint.checkpoints(folder.path):
+            return [f"{self.me} has no save to go on from, and begins anew"]
+        state, said = saves.load(folder, self.actor, self.ctx.recorder)
+        self.node.actor, self.node.screen = state.actor, state.screen
+        self.ctx.rng, self.ctx.recorder = state.rng, state.recorder
+        self.handled = state.events
+        self.compute.load(state.batch, state.inner)
+        return said
 
-    def snapshot(self) -> Snapshot:
-        """The part of the model to take home as it is now, between two handlers."""
-        with self.lock:
-            return self._snapshot()
+    def status(self, released: int = 0) -> Status:
+        """How things stand. The copies of the first `released` marks are not needed any more.
 
-    # The actor's verbs: `actor.Context`
-
-    @property
-    def now(self) -> float:
-        return time.perf_counter() - self.started_s
-
-    def send(self, to: NodeId, message: Message) -> None:
-        if to in self.inbox.gone:
-            return
-        number = self.sent.get(to, 0)
-        self.sent[to] = number + 1
-        lives = self.setup.life, self.inbox.lives.get(to, 0)
-        self.post(
-            to,
-            Envelope(
-                self.me, self.setup.epoch, lives, number, self.now, type(message), contents(message)
-            ),
+        This answers while a handler or a save takes long: silence means that the process is gone.
+        """
+        self.marks.release(released)
+        if self.lock.acquire(timeout=LOCK_S):
+            try:
+                self.last_status = snapshot_of(self)
+            finally:
+                self.lock.release()
+        now, compute = self.ctx.now, self.compute
+        quiet_s = now - max(self.last_handled_s, compute.last_tick_s)
+        return replace(
+            self.last_status,
+            time_s=now,
+            events=self.handled + compute.ticks,
+            quiet_s=0.0 if self.marks.evaluating else quiet_s,
+            saving=self.saves.writing,
+            first_mark=released,
+            marks=tuple(self.marks.reached[released:]),
         )
 
-    def after(self, seconds: float, message: Message) -> None:
-        if not seconds:
-            self.mailbox.put(message)
-            return
-        timer = threading.Timer(seconds, self.mailbox.put, (message,))
-        timer.daemon = True
-        timer.start()
+    def mark(self) -> tuple[int, Mark] | None:
+        """Keep my part of the model to take home as it is now, between two handlers, and have it
+        evaluated. Its number, and what it is; None: I hold no part.
 
-    def train(self, theta: Vector, steps: int, progress: int) -> None:
-        theta, batch = theta.clone(), self.batch
-        self.batch += steps
+        From then on no mark is reached on its own.
+        """
+        self.marks.close()
+        with self.lock:
+            number = self._mark(1)
+            return None if number is None else (number, self.marks.reached[number])
 
-        def job(after_step: Callable[[], None]) -> Message:
-            return Trained(
-                theta, steps, tuple(self.inner.train(theta, steps, progress, batch, after_step))
-            )
+    def part(self, number: int, start: int, stop: int) -> np.ndarray:
+        """Entries `start` to `stop` of my part of the model at a mark, shape (stop − start,) or
+        less at the end of the vector.
 
-        self._compute(job, progress)
+        Raises:
+            LookupError: it is not kept any more.
+        """
+        return self.marks.vector(number)[start:stop].numpy()
 
-    def gradient(self, theta: Vector, progress: int) -> None:
-        theta, batch, inner = theta.clone(), self.batch, self.inner
-        self.batch += 1
-        if isinstance(inner, Stage):
-            raise UserError(
-                "pipeline: this method asks for single gradients, which a model in stages does not "
-                "give"
-            )
-
-        def job(after_step: Callable[[], None]) -> Message:
-            [loss] = inner.differentiate(theta, batch)
-            after_step()
-            return Gradient(theta, loss)
-
-        self._compute(job, progress)
-
-    def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
-        theta, gradient, inner = theta.clone(), gradient.clone(), self.inner
-        assert not isinstance(inner, Stage)  # which gave no gradient
-
-        def job(after_step: Callable[[], None]) -> Message:
-            inner.apply(theta, gradient, progress)
-            return Trained(theta, 1, ())
-
-        self._compute(job, progress)
-
-    def all_reduce(
-        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
-    ) -> None:
-        # In a collective nobody sees what another one gives, so each judges its own.
-        self.reduces.call(group, vector, round, self.now, refused=self._refuses(self.me, [vector]))
-
-    # One event
+    # One thing at a time
 
     def _take_in(self, item: Item) -> None:
         match item:
+            case Membership():
+                self._begin_again(item)
+            case _ if self.waits_for_life:
+                pass  # whatever it was, it has been lost with the earlier life
             case Arrival(envelope=envelope, time_s=time_s):
-                for ready in self.inbox.accept(envelope):
+                for ready in self.ctx.inbox.accept(envelope):
                     self._open(ready, time_s)
-            case Answer():
+            case Own(message=message, life=life) if life == self.ctx.inbox.life:
+                self._handle(message, self.me)
+            case JobEnded(message=message):
                 self._note(item)
-                if self.save_due:  # before the actor asks for more
-                    self._save()
-                self._handle(item.message, self.me)
+                self.saves.serve(state_of(self))  # before the actor asks for more
+                self._handle(message, self.me)
+            case JobFailed(text=text):
+                self._fail(text)
             case News():
                 self._hear(item)
-            case _:
-                self._handle(item, self.me)
 
     def _hear(self, news: News) -> None:
         node, known = news.node, news.node in self.actor.peers()
         if news.life is None:
-            self.inbox.lost(node)
-            self.reduces.lost(node)
+            self.ctx.lose(node)
             if known:
                 self._handle(Lost(node), self.me)
             return
-        early = self.inbox.joined(node, news.life)
-        self.sent.pop(node, None)
-        self.reduces.joined(node)
+        early = self.ctx.rejoin(node, news.life)
         if known:
             self._handle(Joined(node), self.me)
         for envelope in early:
-            self._open(envelope, self.now)
+            self._open(envelope, self.ctx.now)
 
     def _open(self, envelope: Envelope, time_s: float) -> None:
         sender, size_bytes, message = envelope.sender, envelope.size_bytes, envelope.open()
         slow = sender.region != self.me.region
         if isinstance(message, AllReduceMessage):
-            self.recorder.counts(1, size_bytes, size_bytes if slow else 0)
+            self.ctx.recorder.counts(1, size_bytes, size_bytes if slow else 0)
             self._happened()
-            self.reduces.receive(message, sender)
+            self.ctx.reduces.receive(message, sender)
         else:
             # The two clocks started at one message's distance from each other.
-            self.recorder.sends(sender, min(envelope.sent_s, time_s), time_s, size_bytes, slow=slow)
+            self.ctx.recorder.sends(
+                sender, min(envelope.sent_s, time_s), time_s, size_bytes, slow=slow
+            )
             self._handle(message, sender)
 
     def _handle(self, message: Message, sender: NodeId) -> None:
         self._happened()
-        if isinstance(message, Update) and self._refuses(sender, wire.vectors(message)):
-            message = Refused(message)
-        self.actor.upon(message, sender, self)
+        self.node.handle(message, sender, self.ctx, self.ctx.recorder)
         self._keep_at_marks()
 
-    def _refuses(self, sender: NodeId, vectors: Sequence[Vector]) -> bool:
-        """Whether to do without an update; the sender is counted."""
-        why = self.screen.refuses(vectors, self.setup.parameters) if self.screen else None
-        if why is not None:
-            self.recorder.refuses(sender, why, self.now)
-        return why is not None
-
     def _happened(self) -> None:
-        self.events += 1
-        self.last_event_s = self.now
+        self.handled += 1
+        self.last_handled_s = self.ctx.now
+
+    # Inner steps have ended
+
+    def _note(self, ended: JobEnded) -> None:
+        """Put down what the inner steps were."""
+        self.compute.end_job()
+        self.ctx.recorder.computes(self.me, ended.start_s, ended.end_s)
+        loss = self.node.end_job(
+            ended.message,
+            ended.end_s,
+            ended.progress,
+            self.ctx.recorder,
+            losses_count=self.setup.trains,
+        )
+        self.finished = True
+        self.loss = self.loss if loss is None else loss
+        self.ctx.recorder.counts(*self.compute.inner.take_counts())
+
+    def _fail(self, text: str) -> None:
+        """A loss is not finite: what was under way is lost, and the inner optimizer begins anew."""
+        self._happened()
+        self.compute.end_job()
+        self.node.busy = False
+        self.compute.reset_optimizer()
+        self.waits_for_life = True
+        self.events.put(BadLoss(text, self.finished))
+        self.finished = False
+
+    def _begin_again(self, membership: Membership) -> None:
+        self.waits_for_life = False
+        self.ctx.begin_life(membership)
+        self.saves.serve(state_of(self))
+        self._join(membership.gone)
+
+    def _join(self, gone: Group) -> None:
+        """The actor is there again: tell it, and who is not."""
+        self._handle(Joined(self.me), self.me)
+        peers = set(self.actor.peers())
+        for node in gone:
+            if node in peers:
+                self._handle(Lost(node), self.me)
+
+    # Marks
 
     def _keep_at_marks(self) -> None:
-        marks, reached = self.setup.marks, len(self.snapshots)
-        if reached < len(marks) and self.actor.trained >= marks[reached]:
-            snapshot = self._snapshot()
-            while (
-                len(self.snapshots) < len(marks)
-                and self.actor.trained >= marks[len(self.snapshots)]
-            ):
-                self.snapshots.append(snapshot)
-            if len(self.snapshots) == len(marks):
-                self.reached.set()
+        if count := self.marks.due(self.actor.trained):
+            self.marks.wait_for_room()
+            self._mark(count)
+            if self.marks.complete.is_set():
+                self.events.put(None)
 
-    def _snapshot(self) -> Snapshot:
-        model = self.actor.model()
-        return Snapshot(
-            self.now,
-            self.actor.trained,
-            self.actor.absorbed,
-            self.actor.outer_steps,
-            None if model is None else self.keep(model),
-        )
-
-    def _doing(self) -> str:
-        if self.training_since_s is not None:
-            return f"trains since {self.now - self.training_since_s:.1f} s"
-        if waits := self.reduces.waits_for():
-            return waits
-        return f"waits for {self.actor.waits_for()}"
-
-    # Inner steps
-
-    def _compute(self, job: Callable[[Callable[[], None]], Message], progress: int) -> None:
-        if self.setup.shard is None:
-            raise TrainingError(f"{self.me} asked to train and is no worker of the topology")
-        if self.training_since_s is not None:
-            raise TrainingError(
-                f"{self.me} asked to train while it is training: a method's worker has one job at "
-                "a time"
-            )
-        self.training_since_s = self.now
-        self.thread.submit(self._work, job, progress)
-
-    def _work(self, job: Callable[[Callable[[], None]], Message], progress: int) -> None:
-        """In the thread of the inner steps: do the job, keep the pace, answer."""
-        start_s, due_s = self.now, self.now
-
-        def after_step() -> None:
-            nonlocal due_s
-            due_s += self.setup.step_time_s
-            if (ahead_s := due_s - self.now) > 0:
-                time.sleep(ahead_s)
-            self._happened()
-
-        try:
-            message = job(after_step)
-        except NonFiniteLoss as error:
-            self.mailbox.put(
-                NotFinite(f"worker {self.me}: {error}, after {self.now:.1f} s", self.batch)
-            )
-        except (UserError, TrainingError) as error:
-            self.mailbox.put(error)
-        except Exception as error:
-            self.mailbox.put(
-                TrainingError(
-                    f"worker {self.me}: the task failed at {place_of(error)}: "
-                    f"{type(error).__name__}: {error}"
-                )
-            )
-        else:
-            self.mailbox.put(Answer(message, start_s, self.now, progress))
-
-    def _note(self, answer: Answer) -> None:
-        """Put down what the inner steps were, and what the replica's integer buffers are after
-        them.
+    def _mark(self, count: int) -> int | None:
+        """Keep my part of the model at so many marks, if I hold one; the number of the last
+        mark.
         """
-        self.training_since_s = None
-        self.recorder.computes(self.me, answer.start_s, answer.end_s)
-        match answer.message:
-            case Trained(losses=losses, steps=steps) if losses:
-                self._note_loss(answer, steps, sum(losses) / len(losses))
-            case Gradient(loss=loss) if self.setup.trains:
-                self._note_loss(answer, 1, loss)
-        self.integers = self.inner.integers()
-        if isinstance(self.inner, Stage):
-            self.recorder.counts(*self.inner.take_counts())
+        actor, model = self.actor, self.actor.model()
+        if model is None:
+            self.marks.close()
+            return None
+        mark = Mark(self.ctx.now, actor.trained, actor.absorbed, actor.outer_steps)
+        copy = self.marks.add(mark, model.clone(), count)
+        self.compute.evaluate(copy)
+        return copy.numbers[-1]
 
-    def _note_loss(self, answer: Answer, steps: int, loss: float) -> None:
-        self.loss = loss
-        self.recorder.trainings.append(
-            Training(answer.end_s, self.me, steps, loss, answer.progress)
-        )
 
-    def _reduced(self, reduced: Reduced, since_s: float) -> None:
-        self.recorder.reduces((self.me,), since_s, self.now)
-        self.mailbox.put(reduced)
+def snapshot_of(host: Host) -> Status:
+    """How things stand with a host, as far as that only holds between two handlers; `Host.status`
+    adds the rest.
+    """
+    recorder = host.ctx.recorder
+    return Status(
+        time_s=host.ctx.now,
+        events=0,
+        quiet_s=0.0,
+        trained=host.actor.trained,
+        compute_s=sum(recorder.compute_s.values()),
+        loss=host.loss,
+        doing=doing(host),
+        holds=host.actor.model() is not None,
+        saving=False,
+        refused=dict(recorder.refused),
+        messages=recorder.messages,
+        sent_bytes=recorder.sent_bytes,
+        slow_link_bytes=recorder.slow_link_bytes,
+        first_mark=0,
+        marks=(),
+    )
 
-    # My part of the run, on disk
 
-    def _save(self) -> None:
-        saves = self.setup.saves
-        assert saves is not None
-        inner = self.inner.state if isinstance(self.inner, Solo) else []
-        state = {
-            "actor": self.actor,
-            "rng": self.rng,
-            "batch": self.batch,
-            "inner": inner,
-            "screen": self.screen,
-            "recorder": self.recorder,
-            "events": self.events,
-        }
-        checkpoint.save(saves.folder, self.events, state, self._surroundings(), saves.recipe)
-        self.save_due = False
-        self.saved.set()
+def state_of(host: Host) -> saves.HostState:
+    """What a host would go on from, between two handlers; not a copy."""
+    return saves.HostState(
+        host.actor,
+        host.ctx.rng,
+        host.compute.batch,
+        host.compute.state,
+        host.node.screen,
+        host.ctx.recorder,
+        host.handled + host.compute.ticks,
+    )
 
-    def load(self) -> list[str]:
-        """Go on from the last save, unless it is the run that begins; what the user should know of
-        that.
 
-        Raises:
-            UserError: there is none that is sound.
-        """
-        setup, saves = self.setup, self.setup.saves
-        self.batch = setup.batch
-        if setup.begins == "start" or saves is None:
-            return []
-        if not checkpoint.checkpoints(saves.folder) and (
-            setup.begins != "resume" or setup.shard is not None
-        ):
-            return [f"{self.me} has no save to go on from, and begins anew"]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            state = checkpoint.load(saves.folder, self._surroundings(), saves.recipe)
-        self.actor, self.rng, self.batch = (
-            state["actor"],
-            state["rng"],
-            max(state["batch"], setup.batch),
-        )
-        self.screen, self.recorder, self.events = (
-            state["screen"],
-            state["recorder"],
-            state["events"],
-        )
-        if isinstance(self.inner, Solo) and setup.begins != "reset":
-            for mine, saved in zip(self.inner.state, state["inner"], strict=True):
-                mine.copy_(saved)
-            self.integers = self.inner.integers()
-        return [str(warning.message) for warning in caught]
+def doing(host: Host) -> str:
+    """What a host does or waits for, in words."""
+    since_s = host.compute.training_since_s
+    if since_s is not None:
+        return f"trains since {host.ctx.now - since_s:.1f} s"
+    if host.waits_for_life:
+        return "waits until it can begin again after a loss that is not finite"
+    return host.ctx.reduces.waits_for() or f"waits for {host.actor.waits_for()}"
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
-            {"on_progress": self.recorder.on_progress}, [sys.modules[type(self.actor).__module__]]
-        )
+
+@contextmanager
+def naming(me: NodeId) -> Iterator[None]:
+    """Turn an exception of the method's into one line that names the node and the place."""
+    try:
+        yield
+    except (UserError, TrainingError):
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"{me} failed at {place_of(error)}: {type(error).__name__}: {error}"
+        ) from error

@@ -1,7 +1,7 @@
 """A host as a Ray actor, and what all hosts of a run are made from.
 
 What belongs here: the thin layer between `host.py`, which knows no Ray, and Ray. What does not:
-whether hosts are alive (`watch.py`).
+calls to hosts that have not come back (`fleet.py`), and whether hosts are alive (`watch.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
@@ -18,26 +19,20 @@ from archipel import methods
 from archipel.actor import NodeId
 from archipel.errors import TrainingError
 from archipel.live.cluster import Machine, on
-from archipel.live.host import (
-    Host,
-    Meeting,
-    News,
-    Record,
-    Setup,
-    Snapshot,
-    Status,
-    device,
-    free_port,
-    meet,
-)
+from archipel.live.compute import device
+from archipel.live.host import Host
 from archipel.live.mail import Envelope
+from archipel.live.meeting import Meeting, free_port, meet
+from archipel.live.protocol import BadLoss, HostSetup, Mark, Membership, News, Record, Status
 from archipel.recipe import Recipe
 from archipel.train.sharded import ShardedReplica
 from archipel.train.task import make_task
 
 
 @ray.remote(
-    num_cpus=0, max_restarts=0, concurrency_groups={"mail": 1, "watch": 1, "wait": 1, "save": 1}
+    num_cpus=0,
+    max_restarts=0,
+    concurrency_groups={"mail": 1, "status": 1, "marks": 1, "events": 1, "save": 1},
 )
 class RayHost:
     """A `Host` as a Ray actor. Mail and questions come in threads of their own, beside the one that
@@ -46,7 +41,7 @@ class RayHost:
 
     def __init__(self, method: str, setup: bytes) -> None:
         methods.load(method)  # so that what it defines can be unpickled
-        self.host = Host(pickle.loads(setup), self._post, lambda vector: ray.put(vector.numpy()))
+        self.host = Host(pickle.loads(setup), self._post)
         self.peers: dict[NodeId, Any] = {}
 
     def connect(
@@ -55,7 +50,7 @@ class RayHost:
         """Be ready to run; what the user should know of that."""
         self.peers = peers
         if meeting:
-            self.host.meet(meeting, lambda what, arguments: _tell(followers, what, arguments))
+            self.host.compute.meet(meeting, lambda what, values: _tell(followers, what, values))
         return self.host.load()
 
     def run(self, clock_s: float) -> Record:
@@ -67,30 +62,40 @@ class RayHost:
 
     @ray.method(concurrency_group="mail")
     def tell(self, news: News, handle: Any) -> None:
-        """`handle`: that of a node which is there again."""
+        """`handle`: that of a node which has been started again; None: there is no new one."""
         if handle is not None:
             self.peers[news.node] = handle
         self.host.tell(news)
+
+    # In the same group as `tell`: what it says of others must not overtake the news of them.
+    @ray.method(concurrency_group="mail")
+    def begin_again(self, membership: Membership) -> None:
+        self.host.begin_again(membership)
 
     @ray.method(concurrency_group="save")
     def save(self) -> None:
         self.host.save()
 
-    @ray.method(concurrency_group="watch")
-    def status(self, evaluated: int) -> Status:
-        return self.host.status(evaluated)
+    @ray.method(concurrency_group="status")
+    def status(self, released: int) -> Status:
+        return self.host.status(released)
 
-    @ray.method(concurrency_group="watch")
-    def snapshot(self) -> Snapshot:
-        return self.host.snapshot()
-
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group="status")
     def stop(self) -> None:
         self.host.stop()
 
-    @ray.method(concurrency_group="wait")
-    def reached(self) -> None:
-        self.host.reached.wait()
+    @ray.method(concurrency_group="marks")
+    def mark(self) -> tuple[int, Mark] | None:
+        return self.host.mark()
+
+    @ray.method(concurrency_group="marks")
+    def part(self, number: int, start: int, stop: int) -> np.ndarray:
+        return self.host.part(number, start, stop)
+
+    @ray.method(concurrency_group="events")
+    def next_event(self) -> BadLoss | None:
+        """Wait for something that the watch should look at."""
+        return self.host.events.get()
 
     def _post(self, to: NodeId, envelope: Envelope) -> None:
         if to not in self.peers:
@@ -106,7 +111,7 @@ class RayFollower:
 
     def __init__(self, setup: bytes, meeting: Meeting) -> None:
         torch.set_num_threads(1)
-        told: Setup = pickle.loads(setup)
+        told: HostSetup = pickle.loads(setup)
         assert told.shard is not None
         meet(meeting, told.deadline_s)
         self.replica = ShardedReplica(make_task(told.task), told.run, device(), told.shard)
@@ -130,7 +135,7 @@ def _tell(followers: Sequence[Any], what: str, arguments: tuple[int, ...]) -> No
         follower.follow.remote(what, arguments)
 
 
-def make_host(recipe: Recipe, setup: Setup, machine: Machine) -> Any:
+def make_host(recipe: Recipe, setup: HostSetup, machine: Machine) -> Any:
     """A host on a machine; a worker takes its part of a GPU there, if there are any."""
     return RayHost.options(  # type: ignore[attr-defined]
         scheduling_strategy=on(machine),
@@ -138,7 +143,9 @@ def make_host(recipe: Recipe, setup: Setup, machine: Machine) -> Any:
     ).remote(recipe.method, pickle.dumps(setup))
 
 
-def make_followers(recipe: Recipe, setup: Setup, machine: Machine, meeting: Meeting) -> list[Any]:
+def make_followers(
+    recipe: Recipe, setup: HostSetup, machine: Machine, meeting: Meeting
+) -> list[Any]:
     """The other processes of a worker that has several; they meet its host."""
     return [
         RayFollower.options(  # type: ignore[attr-defined]

@@ -212,18 +212,20 @@ def put_down(evaluation: Evaluation, loss: float | None, own: Sequence[float], c
     """Put down what an evaluation has come to.
 
     Args:
-        loss: of the model to take home; None where nothing is trained.
+        loss: of the model to take home; None: it is not known, or nothing is trained.
         own: the losses of the replicas whose mean it is, if there are several.
         clock: where the run's time is: " on the virtual clock", or nothing.
 
     Raises:
-        Diverged: the loss is not finite.
+        Diverged: a loss is not finite.
     """
-    if loss is not None and not math.isfinite(loss):
-        raise Diverged(
-            f"the validation loss is {loss} at {evaluation.time_s:.1f} s{clock}, after "
-            f"{evaluation.inner_steps:,} inner steps; try a lower learning rate, inner or outer"
-        )
+    own_loss = float(np.mean(own)) if own else None
+    for value in (loss, own_loss):
+        if value is not None and not math.isfinite(value):
+            raise Diverged(
+                f"the validation loss is {value} at {evaluation.time_s:.1f} s{clock}, after "
+                f"{evaluation.inner_steps:,} inner steps; try a lower learning rate, inner or outer"
+            )
     evaluation.loss = loss
-    if own:
-        evaluation.replica_loss = float(np.mean(own))
+    if own_loss is not None:
+        evaluation.replica_loss = own_loss

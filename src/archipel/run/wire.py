@@ -26,8 +26,8 @@ def vectors(message: Message) -> list[Tensor]:
     kind = type(message)
     if kind not in _FIELDS:
         _FIELDS[kind] = tuple(part.name for part in fields(message))
-    values = [getattr(message, name) for name in _FIELDS[kind]]
-    return [value for value in values if isinstance(value, Tensor)]
+    names = _FIELDS[kind]
+    return [value for name in names if isinstance(value := getattr(message, name), Tensor)]
 
 
 def weight(message: Message, numel: int) -> float:

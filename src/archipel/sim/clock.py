@@ -14,7 +14,7 @@ same time.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,20 +27,21 @@ from archipel.run.observer import Look, Observer
 from archipel.run.screening import Screen, ScreeningConfig
 from archipel.sim import stages
 from archipel.sim.collectives import Collectives
+from archipel.sim.deadlock import who_waits
 from archipel.sim.engine import Engine, Setting, State
 from archipel.sim.events import Deliver, Drain, Event, Finish, Notice, PassEnd, Save, Tally
-from archipel.sim.faults import Faults
 from archipel.sim.links import Links, under_way
 from archipel.sim.messages import depart
 from archipel.sim.network import Network
 from archipel.sim.outages import Outages, peers_of
 from archipel.sim.passes import Activations
+from archipel.sim.schedule import Faults
 from archipel.sim.teams import Teams
 from archipel.sim.topology import Profile
 from archipel.sim.trouble import begin_anew, go_wrong, saved
 from archipel.sim.verbs import NodeContext
 from archipel.train.pipeline import Pipeline
-from archipel.train.pool import Trainer
+from archipel.train.trainer import Trainer
 
 
 class Simulator:
@@ -101,15 +102,7 @@ class Simulator:
             peers=peers_of(actors),
             rank=rank,
         )
-        nodes = {
-            actor.me: Node(
-                actor,
-                parameters=pipeline.parameters_of(actor.me) if pipeline else parameters,
-                numel=pipeline.numel_of(actor.me) if pipeline else numel,
-                screen=Screen(screening) if screening else None,
-            )
-            for actor in actors
-        }
+        nodes = _nodes(actors, pipeline, numel, parameters, screening)
         absent = dict.fromkeys(setting.faults.absent, 0.0)
         fault_rng = np.random.default_rng((seed, setting.faults.seed, 0xFA17))
         teams = Teams(pipeline, network, profile, setting.step_time_s, seed) if pipeline else None
@@ -218,7 +211,7 @@ class Simulator:
                 reason = self._evaluate_at_marks()
                 continue
             if not heap:
-                self._raise_stuck()
+                self._raise_deadlock()
             if seconds is not None and heap[0][0] > seconds:
                 state.now, reason = seconds, "seconds"
                 break
@@ -255,7 +248,8 @@ class Simulator:
                 engine.push(time_s, event)
 
     def _happen(self, event: Event) -> None:
-        engine, state = self.engine, self.state
+        engine = self.engine
+        state = engine.state
         match event:
             case Deliver(to=to, message=message, sender=sender):
                 if to != sender:
@@ -271,8 +265,8 @@ class Simulator:
                 self._finish(event)
             case Drain():
                 departures, next_end = state.links.drain(event, state.now)
-                for departure in departures:
-                    depart(engine, departure)
+                for deliver, start_s, end_s in departures:
+                    depart(engine, deliver, start_s, end_s)
                 if next_end is not None:
                     engine.push(*next_end)
             case PassEnd(node=node):
@@ -285,15 +279,15 @@ class Simulator:
 
     def _finish(self, event: Finish) -> None:
         """A worker's inner steps have come to something, or to a loss that is not finite."""
-        engine, state, worker = self.engine, self.state, event.worker
+        engine, worker = self.engine, event.worker
+        state = engine.state
         del state.jobs[worker]
         try:
             answer: Message = event.answer.result()
         except Diverged as error:
             begin_anew(engine, worker, str(error))
             return
-        lost_servers = [node for node in state.outages.down if not self._trains(node)]
-        state.census.finishes(worker, event.steps, lost_servers)
+        state.census.finishes(worker, event.steps, self._lost_servers())
         for observer in state.observers:
             observer.finishes(worker, event.steps)
         counts = state.census.plan.tokens_per_step is not None
@@ -302,8 +296,9 @@ class Simulator:
         )
         engine.handle(worker, answer, worker)
 
-    def _trains(self, node: NodeId) -> bool:
-        return node in self.engine.setting.step_time_s
+    def _lost_servers(self) -> Sequence[NodeId]:
+        down, workers = self.state.outages.down, self.engine.setting.step_time_s
+        return [node for node in down if node not in workers] if down else ()
 
     # Evaluation and inspection
 
@@ -331,59 +326,49 @@ class Simulator:
 
     def _inspect(self) -> None:
         if self.state.observers:
-            look = self._look()
+            look = _look(self.engine)
             for observer in self.state.observers:
                 observer.inspects(look)
 
-    def _look(self) -> Look:
-        state, setting = self.state, self.engine.setting
-        steps_s = setting.step_time_s.values()
-        in_flight = under_way(state.heap, state.links)
-        return Look(
-            now=state.now,
-            sent_bytes=self.recorder.sent_bytes,
-            in_flight_bytes=sum(deliver.size_bytes for deliver in in_flight),
-            workers=[node for node in setting.step_time_s if node not in state.outages.down],
-            excused=state.outages.excused(setting.step_time_s),
-            quiet_since_s=setting.faults.quiet_since_s(state.now),
-            lag_s=setting.faults.apart_s * max(steps_s) / min(steps_s),
-        )
-
-    # When nothing can happen any more
-
-    def _raise_stuck(self) -> None:
-        waits = _first(self._waits(), 8)
+    def _raise_deadlock(self) -> None:
+        """Nothing can happen any more."""
+        waits = who_waits(self.state)
         text = f"deadlock at {self.now:.6g} s after {self.inner_steps} inner steps: {waits}"
-        look = self._look()
+        look = _look(self.engine)
         for observer in self.state.observers:
             observer.stuck(look, text)
         raise TrainingError(text)
 
-    def _waits(self) -> Iterator[str]:
-        """Who waits for what, one line each; those in teams and collectives first."""
-        state, named = self.state, set[NodeId]()
-        for requests in state.teams.waiting.values() if state.teams else ():
-            for node in requests:
-                named.add(node)
-                yield f"{node} waits for the other stages of its pipeline to train"
-        waiting = state.collectives.waiting
-        for node, call in waiting.items():
-            named.add(node)
-            missing = [
-                str(other)
-                for other in call.group
-                if other not in waiting or waiting[other].round != call.round
-            ]
-            yield f"{node} waits in an all-reduce of {len(call.group)} for {_first(missing, 4)}"
-        for me, actor in self.actors.items():
-            if me in state.outages.down:
-                yield f"{me} is lost"
-            elif me not in named:
-                yield f"{me} waits for {actor.waits_for()}"
+
+def _look(engine: Engine) -> Look:
+    state, setting = engine.state, engine.setting
+    steps_s, down = setting.step_time_s.values(), state.outages.down
+    in_flight = under_way(state.heap, state.links)
+    return Look(
+        now=state.now,
+        sent_bytes=state.recorder.sent_bytes,
+        in_flight_bytes=sum(deliver.size_bytes for deliver in in_flight),
+        workers=[node for node in setting.step_time_s if node not in down],
+        excused=state.outages.excused(setting.step_time_s),
+        quiet_since_s=setting.faults.quiet_since_s(state.now),
+        lag_s=setting.faults.apart_s * max(steps_s) / min(steps_s),
+    )
 
 
-def _first(texts: Iterator[str] | list[str], count: int) -> str:
-    """The first `count` of `texts`, and how many more there are."""
-    everything = list(texts)
-    more = f" and {len(everything) - count} more" if len(everything) > count else ""
-    return ", ".join(everything[:count]) + more
+def _nodes(
+    actors: Sequence[Actor],
+    pipeline: Pipeline | None,
+    numel: int,
+    parameters: int,
+    screening: ScreeningConfig | None,
+) -> dict[NodeId, Node]:
+    """What is kept beside each actor."""
+    return {
+        actor.me: Node(
+            actor,
+            parameters=pipeline.parameters_of(actor.me) if pipeline else parameters,
+            numel=pipeline.numel_of(actor.me) if pipeline else numel,
+            screen=Screen(screening) if screening else None,
+        )
+        for actor in actors
+    }

@@ -21,14 +21,14 @@ from archipel.run.observer import Observer
 from archipel.sim.collectives import Collectives
 from archipel.sim.evaluations import Evaluations
 from archipel.sim.events import Event, Finish
-from archipel.sim.faults import Faults
 from archipel.sim.links import Links
 from archipel.sim.network import Network
 from archipel.sim.outages import Outages, Peers
+from archipel.sim.schedule import Faults
 from archipel.sim.teams import Teams
 from archipel.sim.topology import Profile
 from archipel.train.pipeline import Pipeline, join
-from archipel.train.pool import Trainer
+from archipel.train.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from archipel import outer
 from archipel.actor import Vector
 from archipel.run.census import put_down, spread
 from archipel.run.metrics import Evaluation
-from archipel.train.pool import Promise, Trainer
+from archipel.train.trainer import Promise, Trainer
 
 
 @dataclass

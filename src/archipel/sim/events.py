@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from archipel.actor import Message, NodeId
-from archipel.train.pool import Promise
+from archipel.train.trainer import Promise
 
 # Those that there are many of are not frozen: that would make each of them three times as slow to
 # make.

@@ -1,34 +1,20 @@
-"""What goes wrong in a run on purpose: a schedule of faults, written down in a recipe or drawn from
-a seed.
+"""What a recipe may say of what goes wrong on purpose: its section `faults`.
 
-What belongs here: what a schedule may say, how one is drawn, and what it does to times, as pure
-functions. What does not: who is told what when it happens (`simulator.py`), what must hold all the
-same (`invariants.py`).
+What belongs here: each kind of fault, what it takes, and the errors of those who write one. What
+does not: when it happens and what it does to times (`schedule.py`), who is told what
+(`clock.py`), what must hold all the same (`run/invariants.py`).
 
-The transport is reliable and keeps the order between two nodes, as TCP does. A lost message is sent
-again after a timeout, a duplicate is dropped by its number, a link that is down holds messages
-back. All that costs bytes and time, and a method sees nothing of it. What a method sees is
-`Lost(node)` and `Joined(node)`, see `actor.py`: a node that crashed or left, or cannot be reached
-for longer than the deadline.
+Nodes are written `region/name`; times are seconds on the virtual clock.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from archipel.actor import NodeId
-from archipel.errors import UserError, explain, nearest
-from archipel.sim.events import Cut, Fail, Mend, Return, Save, Trouble
-from archipel.sim.topology import Strict, Topology
-
-# What a recipe says. Nodes are written `region/name`, times are seconds on the virtual clock.
+from archipel.errors import checked
+from archipel.sim.topology import Strict
 
 Seconds = Annotated[float, Field(ge=0)]
 Duration = Annotated[float, Field(gt=0)]
@@ -39,10 +25,10 @@ class Slow(Strict):
     """A node takes `factor` times as long for its inner steps."""
 
     kind: Literal["slow"] = "slow"
-    node: str
-    at_s: Seconds
-    for_s: Duration
-    factor: float = Field(gt=1)
+    node: str = Field(description="region/name")
+    at_s: Seconds = Field(description="when it begins")
+    for_s: Duration = Field(description="how long it lasts")
+    factor: float = Field(gt=1, description="an inner step takes so many times as long")
 
 
 class Crash(Strict):
@@ -51,35 +37,38 @@ class Crash(Strict):
     """
 
     kind: Literal["crash"] = "crash"
-    node: str
-    at_s: Seconds
-    restart_after_s: Duration | None = None
+    node: str = Field(description="region/name")
+    at_s: Seconds = Field(description="when it begins")
+    restart_after_s: Duration | None = Field(None, description="null: never")
 
 
 class Leave(Strict):
     """A worker goes for good and says so, so that nobody waits for the deadline to know."""
 
     kind: Literal["leave"] = "leave"
-    node: str
-    at_s: Seconds
+    node: str = Field(description="region/name")
+    at_s: Seconds = Field(description="when it begins")
 
 
 class Join(Strict):
     """A worker of the topology is absent until now."""
 
     kind: Literal["join"] = "join"
-    node: str
-    at_s: Seconds
+    node: str = Field(description="region/name")
+    at_s: Seconds = Field(description="when it begins")
 
 
 class OnLinks(Strict):
-    """`between`: two regions, or one region twice; null: everywhere."""
+    """What happens to messages, on some links or on all."""
 
-    between: Pair | None = None
-    at_s: Seconds
-    for_s: Duration
+    between: Pair | None = Field(
+        None, description="two regions, or one region twice; null: everywhere"
+    )
+    at_s: Seconds = Field(description="when it begins")
+    for_s: Duration = Field(description="how long it lasts")
 
     def on(self, a: str, b: str) -> bool:
+        """Whether messages from region `a` to region `b` are concerned."""
         return self.between is None or {*self.between} == {a, b}
 
 
@@ -89,39 +78,39 @@ class Loss(OnLinks):
     """
 
     kind: Literal["loss"] = "loss"
-    probability: float = Field(gt=0, lt=1)
+    probability: float = Field(gt=0, lt=1, description="of each message")
 
 
 class Duplicate(OnLinks):
     """Each message is sent twice with this probability; the receiver drops the second one."""
 
     kind: Literal["duplicate"] = "duplicate"
-    probability: float = Field(gt=0, le=1)
+    probability: float = Field(gt=0, le=1, description="of each message")
 
 
 class Delay(OnLinks):
     """Each message takes `extra_s` longer."""
 
     kind: Literal["delay"] = "delay"
-    extra_s: Duration
+    extra_s: Duration = Field(description="added to the time of each message")
 
 
 class LinkDown(Strict):
     """A link between two regions passes nothing. What is on its way waits."""
 
     kind: Literal["link_down"] = "link_down"
-    between: Pair
-    at_s: Seconds
-    for_s: Duration
+    between: Pair = Field(description="two regions")
+    at_s: Seconds = Field(description="when it begins")
+    for_s: Duration = Field(description="how long it lasts")
 
 
 class Partition(Strict):
     """All links between these regions and the others are down."""
 
     kind: Literal["partition"] = "partition"
-    regions: list[str] = Field(min_length=1)
-    at_s: Seconds
-    for_s: Duration
+    regions: list[str] = Field(min_length=1, description="those on one side")
+    at_s: Seconds = Field(description="when it begins")
+    for_s: Duration = Field(description="how long it lasts")
 
 
 Fault = Annotated[
@@ -130,39 +119,65 @@ Fault = Annotated[
 ]
 
 
+KINDS: dict[str, type[Strict]] = {
+    "slow": Slow,
+    "crash": Crash,
+    "leave": Leave,
+    "join": Join,
+    "loss": Loss,
+    "delay": Delay,
+    "duplicate": Duplicate,
+    "link_down": LinkDown,
+    "partition": Partition,
+}
+"""All kinds, by what a recipe calls them."""
+
+
 class RandomFaults(Strict):
     """Faults drawn from a seed: each kind comes at a rate (a Poisson process), of nodes and links
     drawn evenly.
     """
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="of all that is drawn")
     until_s: float = Field(gt=0, description="no fault begins later")
     mean_s: float = Field(
         60.0, gt=0, description="mean of the time that a fault lasts, or a node takes to restart"
     )
-    slow_per_hour: float = Field(0.0, ge=0)
+    slow_per_hour: float = Field(0.0, ge=0, description="nodes that become slow, an hour")
     crashes_per_hour: float = Field(
-        0.0, ge=0, description="of any node, server or worker; each one restarts"
+        0.0, ge=0, description="crashes of any server or worker, an hour; each one restarts"
     )
-    losses_per_hour: float = Field(0.0, ge=0)
-    delays_per_hour: float = Field(0.0, ge=0)
-    duplicates_per_hour: float = Field(0.0, ge=0)
-    links_down_per_hour: float = Field(0.0, ge=0)
-    partitions_per_hour: float = Field(0.0, ge=0)
+    losses_per_hour: float = Field(
+        0.0, ge=0, description="times at which links lose messages, an hour"
+    )
+    delays_per_hour: float = Field(
+        0.0, ge=0, description="times at which links delay messages, an hour"
+    )
+    duplicates_per_hour: float = Field(
+        0.0, ge=0, description="times at which links double messages, an hour"
+    )
+    links_down_per_hour: float = Field(0.0, ge=0, description="links that go down, an hour")
+    partitions_per_hour: float = Field(
+        0.0, ge=0, description="times at which the network falls in two, an hour"
+    )
 
 
 class FaultsConfig(Strict):
     """The section `faults` of a recipe."""
 
-    schedule: tuple[Fault, ...] = Field((), strict=False)
-    random: RandomFaults | None = None
+    schedule: tuple[Fault, ...] = Field(
+        (), strict=False, description="a list of faults, each with its `kind` and when it happens"
+    )
+    random: RandomFaults | None = Field(None, description="faults that are drawn from a seed")
     save_every_s: float = Field(
         600.0, gt=0, description="how often each node saves its state, to restart from"
     )
     deadline_s: float = Field(
         30.0, gt=0, description="silence after which a node is taken for lost"
     )
-    retransmit_s: float = Field(1.0, gt=0, description="after which a lost message is sent again")
+    retransmit_s: float = Field(
+        1.0, gt=0, description="time after which a lost message is sent again"
+    )
 
 
 def parse_faults(value: Any) -> FaultsConfig | None:
@@ -173,321 +188,4 @@ def parse_faults(value: Any) -> FaultsConfig | None:
     """
     if value is None:
         return None
-    if not isinstance(value, dict):
-        raise UserError(f"faults = {value!r}: expected keys such as `schedule` or `random`")
-    try:
-        return FaultsConfig.model_validate(value)
-    except ValidationError as error:
-        raise explain(error, "faults", FaultsConfig) from None
-
-
-# What an engine goes by
-
-
-class Window(NamedTuple):
-    """From `start_s` to `end_s` something goes on at `rate` times its usual speed; at rate 0, not
-    at all.
-    """
-
-    start_s: float
-    end_s: float
-    rate: float
-
-
-def end_s(start_s: float, work_s: float, windows: Sequence[Window]) -> float:
-    """When something ends that began at `start_s` and takes `work_s` at its usual speed. Windows
-    that overlap multiply.
-    """
-    now, left = start_s, work_s
-    for edge in sorted({edge for window in windows for edge in window[:2] if edge > start_s}):
-        rate = 1.0
-        for window in windows:
-            if window.start_s <= now < window.end_s:
-                rate *= window.rate
-        if rate and now + left / rate <= edge:
-            return now + left / rate
-        left -= (edge - now) * rate
-        now = edge
-    return now + left
-
-
-@dataclass(frozen=True)
-class Faults:
-    """A schedule on a topology, drawn and checked.
-
-    Attributes:
-        faults: all of them, as in a recipe.
-        nodes: all nodes of the run, in the engine's order.
-        regions: all regions.
-        seed: of what is drawn for each message.
-    """
-
-    faults: tuple[Fault, ...]
-    nodes: tuple[NodeId, ...]
-    regions: tuple[str, ...]
-    save_every_s: float = 600.0
-    deadline_s: float = 30.0
-    retransmit_s: float = 1.0
-    seed: int = 0
-
-    def of(self, *kinds: type) -> list[Any]:
-        return [fault for fault in self.faults if isinstance(fault, kinds)]
-
-    @cached_property
-    def absent(self) -> dict[NodeId, None]:
-        """Those that are not there at the start."""
-        return dict.fromkeys(node_of(fault.node) for fault in self.of(Join))
-
-    @cached_property
-    def down(self) -> dict[tuple[str, str], list[Window]]:
-        """When each link between regions is down; windows of one link do not overlap. Both
-        directions have the same ones.
-        """
-        spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for a, b in itertools.combinations(self.regions, 2):
-            for fault in self.of(LinkDown, Partition):
-                cuts = (
-                    (a in fault.regions) != (b in fault.regions)
-                    if isinstance(fault, Partition)
-                    else {*fault.between} == {a, b}
-                )
-                if cuts:
-                    spans.setdefault((a, b), []).append((fault.at_s, fault.at_s + fault.for_s))
-        windows = {
-            link: [Window(start_s, end, 0.0) for start_s, end in _merged(found)]
-            for link, found in spans.items()
-        }
-        return windows | {(b, a): found for (a, b), found in windows.items()}
-
-    def events(self) -> Iterator[tuple[float, Trouble]]:
-        """All that will happen, by the kind of event; an engine orders it by time."""
-        for fault in self.of(Crash):
-            if fault.restart_after_s is not None:
-                # Of all saves before this crash the last one counts.
-                yield fault.at_s // self.save_every_s * self.save_every_s, Save(node_of(fault.node))
-        for fault in self.of(Crash, Leave):
-            yield fault.at_s, Fail(node_of(fault.node), isinstance(fault, Leave))
-        for fault in self.of(Crash):
-            if fault.restart_after_s is not None:
-                yield fault.at_s + fault.restart_after_s, Return(node_of(fault.node))
-        for fault in self.of(Join):
-            yield fault.at_s, Return(node_of(fault.node))
-        for (a, b), windows in self.down.items():
-            for window in windows if a < b else ():
-                if window.end_s - window.start_s > self.deadline_s:
-                    yield window.start_s + self.deadline_s, Cut((a, b))
-                    yield window.end_s, Mend((a, b))
-
-    def compute_s(self, node: NodeId, start_s: float, seconds: float) -> float:
-        """Seconds of inner steps that take `seconds` on a node that nothing slows down."""
-        slow = self._slow.get(node)
-        return end_s(start_s, seconds, slow) - start_s if slow else seconds
-
-    @cached_property
-    def _slow(self) -> dict[NodeId, list[Window]]:
-        windows: dict[NodeId, list[Window]] = {}
-        for fault in self.of(Slow):
-            windows.setdefault(node_of(fault.node), []).append(
-                Window(fault.at_s, fault.at_s + fault.for_s, 1 / fault.factor)
-            )
-        return windows
-
-    @cached_property
-    def disturb_messages(self) -> bool:
-        """Whether any message of the run may arrive later, or be sent more often, than it would."""
-        return bool(self.down or self._on_links)
-
-    def arrival(
-        self,
-        rng: np.random.Generator,
-        sender: NodeId,
-        to: NodeId,
-        start_s: float,
-        arrival_s: float,
-        sent_s: float,
-    ) -> tuple[float, int]:
-        """When a message arrives that would arrive at `arrival_s` if nothing disturbed it, and how
-        often it is sent.
-
-        Args:
-            rng: drawn from where messages are lost or doubled.
-            start_s: when it left its sender.
-            sent_s: seconds of one transmission.
-        """
-        link, copies = (sender.region, to.region), 1
-        down = self.down.get(link, ())
-        if down:
-            arrival_s = end_s(start_s, arrival_s - start_s, down)
-        for fault in self._on_links:
-            if fault.at_s <= start_s < fault.at_s + fault.for_s and fault.on(*link):
-                match fault:
-                    case Duplicate():
-                        copies += int(rng.random() < fault.probability)
-                    case Delay():
-                        arrival_s += fault.extra_s
-                    case Loss():
-                        while (
-                            arrival_s < fault.at_s + fault.for_s
-                            and rng.random() < fault.probability
-                        ):
-                            copies += 1
-                            arrival_s = end_s(arrival_s + self.retransmit_s, sent_s, down)
-        return arrival_s, copies
-
-    def collective_end_s(self, group: Sequence[NodeId], start_s: float, seconds: float) -> float:
-        """When an all-reduce of `group` ends: it stands still while any link between two of its
-        regions is down.
-        """
-        links = itertools.combinations(sorted({node.region for node in group}), 2)
-        windows = [window for link in links for window in self.down.get(link, ())]
-        return end_s(start_s, seconds, windows) if windows else start_s + seconds
-
-    @cached_property
-    def _on_links(self) -> list[Any]:
-        return self.of(Loss, Delay, Duplicate)
-
-    def quiet_since_s(self, now: float) -> float:
-        """Since when nothing has gone wrong, and everybody knows; `now` while something does."""
-        edges = [-self.deadline_s]
-        for fault in self.faults:
-            match fault:
-                case Crash(restart_after_s=float(after_s)):
-                    edges += [fault.at_s, fault.at_s + after_s]
-                case Crash() | Leave() | Join():
-                    edges.append(fault.at_s)
-                case _:
-                    late_s = fault.extra_s if isinstance(fault, Delay) else self.retransmit_s
-                    edges += (
-                        [min(fault.at_s + fault.for_s + late_s, now)] if fault.at_s < now else []
-                    )
-        return max(edge for edge in edges if edge <= now) + self.deadline_s
-
-    @cached_property
-    def apart_s(self) -> float:
-        """How long links are down, all together."""
-        return (
-            sum(
-                window.end_s - window.start_s
-                for windows in self.down.values()
-                for window in windows
-            )
-            / 2
-        )
-
-
-def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of intervals, in order."""
-    merged: list[tuple[float, float]] = []
-    for start_s, stop_s in sorted(spans):
-        if merged and start_s <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop_s)
-        else:
-            merged.append((start_s, stop_s))
-    return merged
-
-
-def node_of(text: str) -> NodeId:
-    """The node written `region/name`."""
-    region, _, name = text.partition("/")
-    return NodeId(region, name)
-
-
-def make_faults(
-    config: FaultsConfig, topology: Topology, nodes: Sequence[NodeId], seed: int
-) -> Faults:
-    """The recipe's faults on its topology, with those to be drawn.
-
-    Raises:
-        UserError: one of them speaks of a node or a region that is not there, or all workers are
-            absent at the start.
-    """
-    workers = [worker.id for worker in topology.workers]
-    regions = tuple(dict.fromkeys([*topology.regions, *(node.region for node in nodes)]))
-    for i, fault in enumerate(config.schedule):
-        place = f"faults.schedule.{i}"
-        match fault:
-            case Slow() | Leave() | Join():
-                _check(f"{place}.node", fault.node, map(str, workers))
-            case Crash():
-                _check(f"{place}.node", fault.node, map(str, nodes))
-            case Partition():
-                for region in fault.regions:
-                    _check(f"{place}.regions", region, regions)
-            case LinkDown():
-                for region in fault.between:
-                    _check(f"{place}.between", region, regions)
-                if len({*fault.between}) == 1:
-                    raise UserError(
-                        f"{place}.between = {list(fault.between)}: give two regions; the links in "
-                        "one are never down"
-                    )
-            case _:
-                for region in fault.between or ():
-                    _check(f"{place}.between", region, regions)
-    drawn = draw(config.random, nodes, workers, regions) if config.random else []
-    faults = Faults(
-        (*config.schedule, *drawn),
-        tuple(nodes),
-        regions,
-        config.save_every_s,
-        config.deadline_s,
-        config.retransmit_s,
-        seed,
-    )
-    if all(worker in faults.absent for worker in workers):
-        raise UserError(
-            "faults.schedule: every worker joins later, so that nobody is there at the start; "
-            "leave one out"
-        )
-    return faults
-
-
-def _check(place: str, name: str, known: Iterable[str]) -> None:
-    names = list(known)
-    if name not in names:
-        shown = ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-        raise UserError(f"{place} = {name!r}: allowed are {shown}{nearest(name, names)}")
-
-
-def draw(
-    config: RandomFaults, nodes: Sequence[NodeId], workers: Sequence[NodeId], regions: Sequence[str]
-) -> list[Fault]:
-    """Faults at the rates of `config`. With one region there are no links to cut."""
-    rng = np.random.default_rng((config.seed, 0xFA17))
-    drawn: list[Fault] = []
-
-    def times(per_hour: float) -> list[tuple[float, float]]:
-        count = rng.poisson(per_hour * config.until_s / 3600)
-        return [
-            (float(rng.uniform(0, config.until_s)), float(rng.exponential(config.mean_s)) + 1e-3)
-            for _ in range(count)
-        ]
-
-    def one(among: Sequence[Any]) -> Any:
-        return among[int(rng.integers(len(among)))]
-
-    def link() -> tuple[str, str]:
-        a, b = rng.choice(len(regions), size=2, replace=False)
-        return regions[int(a)], regions[int(b)]
-
-    for at_s, for_s in times(config.slow_per_hour):
-        drawn.append(
-            Slow(node=str(one(workers)), at_s=at_s, for_s=for_s, factor=float(rng.uniform(1.5, 10)))
-        )
-    for at_s, for_s in times(config.crashes_per_hour):
-        drawn.append(Crash(node=str(one(nodes)), at_s=at_s, restart_after_s=for_s))
-    for at_s, for_s in times(config.losses_per_hour):
-        drawn.append(Loss(at_s=at_s, for_s=for_s, probability=float(rng.uniform(0.05, 0.9))))
-    for at_s, for_s in times(config.delays_per_hour):
-        drawn.append(
-            Delay(at_s=at_s, for_s=for_s, extra_s=float(rng.exponential(config.mean_s / 10)) + 1e-3)
-        )
-    for at_s, for_s in times(config.duplicates_per_hour):
-        drawn.append(Duplicate(at_s=at_s, for_s=for_s, probability=float(rng.uniform(0.05, 1))))
-    if len(regions) > 1:
-        for at_s, for_s in times(config.links_down_per_hour):
-            drawn.append(LinkDown(between=link(), at_s=at_s, for_s=for_s))
-        for at_s, for_s in times(config.partitions_per_hour):
-            side = [region for region in regions if rng.random() < 0.5] or [regions[0]]
-            drawn.append(Partition(regions=side, at_s=at_s, for_s=for_s))
-    return drawn
+    return checked(FaultsConfig, value, "faults", "keys such as `schedule` or `random`")

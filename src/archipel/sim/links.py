@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from archipel.actor import NodeId
 from archipel.sim.events import Deliver, Drain, Event, Finish
@@ -22,14 +21,8 @@ from archipel.sim.network import FairLink, Network
 
 Direction = tuple[str, str]
 """From one region to another."""
-
-
-class Departure(NamedTuple):
-    """A message that has left at `start_s` and arrives at `end_s`, if nothing disturbs it."""
-
-    deliver: Deliver
-    start_s: float
-    end_s: float
+Departure = tuple[Deliver, float, float]
+"""A message, when it has left, and when it arrives if nothing disturbs it."""
 
 
 @dataclass
@@ -75,6 +68,7 @@ class Links:
         void_nodes: for each node that was ever lost, the lowest number that is not void.
         void_links: the same for the links between two regions.
         void_events: numbers of single events that are void.
+        anything_is_void: something has been lost in this run.
     """
 
     network: Network
@@ -84,6 +78,7 @@ class Links:
     void_nodes: dict[NodeId, int] = field(default_factory=dict)
     void_links: dict[Direction, int] = field(default_factory=dict)
     void_events: set[int] = field(default_factory=set)
+    anything_is_void: bool = False
 
     # On its way
 
@@ -92,11 +87,6 @@ class Links:
         return (
             self.network.topology.sharing == "fair" and deliver.sender.region != deliver.to.region
         )
-
-    def depart(self, deliver: Deliver, now: float) -> Departure:
-        """A message leaves over a link that it has to itself."""
-        seconds = self.network.message_s(deliver.sender, deliver.to, deliver.size_bytes)
-        return Departure(deliver, now, now + seconds)
 
     def arrival_s(self, deliver: Deliver, end_s: float, now: float, number: int) -> float:
         """When a message arrives that could arrive at `end_s`; `number` will be that of its event.
@@ -148,7 +138,7 @@ class Links:
                 break
         else:
             departures = [
-                Departure(one.deliver, one.start_s, now + one.latency_s)
+                (one.deliver, one.start_s, now + one.latency_s)
                 for one in (transfer, *transfer.followers)
             ]
         return departures, self._next_end(event.direction, shared) if shared.transfers else None
@@ -171,10 +161,6 @@ class Links:
         self.void_links[link] = self.void_links[link[::-1]] = next_number
         return self._clear(now)
 
-    @property
-    def anything_is_void(self) -> bool:
-        return bool(self.void_nodes or self.void_links)
-
     def is_void(self, number: int, event: Event) -> bool:
         """Whether an event is about something that was lost after it had been planned."""
         match event:
@@ -193,6 +179,7 @@ class Links:
 
     def _clear(self, now: float) -> list[tuple[float, Drain]]:
         """Take transfers that are void off the shared links."""
+        self.anything_is_void = True
         next_ends = []
         for direction, shared in self.shared.items():
             shared.link.advance(now)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver
-from archipel.sim.links import Departure
 
 
 def post(engine: Engine, deliver: Deliver) -> None:
@@ -25,14 +24,17 @@ def post(engine: Engine, deliver: Deliver) -> None:
     if state.links.shares(deliver):
         engine.push(*state.links.join(deliver, state.now, state.number))
     else:
-        depart(engine, state.links.depart(deliver, state.now))
+        usual_s = engine.setting.network.message_s(sender, to, deliver.size_bytes)
+        depart(engine, deliver, state.now, state.now + usual_s)
 
 
-def depart(engine: Engine, departure: Departure) -> None:
-    """The bytes of a message are on their way: count them, and plan its arrival."""
-    state, (deliver, start_s, end_s) = engine.state, departure
+def depart(engine: Engine, deliver: Deliver, start_s: float, end_s: float) -> None:
+    """A message has left at `start_s` and arrives at `end_s` if nothing disturbs it: count its
+    bytes, and plan its arrival.
+    """
+    state, faults = engine.state, engine.setting.faults
     sender, to, size_bytes = deliver.sender, deliver.to, deliver.size_bytes
-    usual_s, faults = end_s - start_s, engine.setting.faults
+    usual_s = end_s - start_s
     if faults.disturb_messages and sender != to:
         end_s, copies = faults.arrival(state.outages.rng, sender, to, start_s, end_s, usual_s)
         if copies > 1:

@@ -99,7 +99,7 @@ class Teams:
 
     def busy_s(self, node: NodeId, steps: int) -> float:
         """Seconds that a node computes in `steps` inner steps; the rest of their time it waits."""
-        return steps * self.step_time_s[node] / self.pipeline.stages
+        return steps * self.step_time_s[node] * self.pipeline.work_of(node)
 
     def share_links(self, lap: Lap) -> bool:
         """What the nodes send each other shares its way with other messages, so that nobody knows
@@ -160,7 +160,8 @@ class Teams:
 
     def _forward_s(self, node: NodeId) -> float:
         """Seconds of a node's forward of one micro-batch; a backward takes twice that."""
-        return self.step_time_s[node] / (3 * self.pipeline.micro_batches * self.pipeline.stages)
+        work_s = self.step_time_s[node] * self.pipeline.work_of(node)
+        return work_s / (3 * self.pipeline.micro_batches)
 
     @property
     def _activation_bytes(self) -> float:

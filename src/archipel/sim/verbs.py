@@ -19,7 +19,7 @@ from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver, Finish
 from archipel.sim.messages import post
 from archipel.sim.teams import Request
-from archipel.train.pool import Promise
+from archipel.train.trainer import Promise
 
 
 @dataclass
@@ -81,12 +81,13 @@ class NodeContext:
     # Inner steps
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
-        if self.engine.state.teams is not None:
-            stages.train(self.engine, self.me, Request(theta.clone(), steps, progress))
+        engine, me = self.engine, self.me
+        if engine.state.teams is not None:
+            stages.train(engine, me, Request(theta.clone(), steps, progress))
             return
-        trainer, seconds = self.engine.setting.trainer, self._about_to_train(steps)
-        answer = trainer.train(self.me, theta, steps, progress, self.now + seconds)
-        self._begin(answer, steps, progress, seconds)
+        end_s = self._end_s(steps)
+        answer = engine.setting.trainer.train(me, theta, steps, progress, end_s)
+        self._begin(answer, steps, progress, end_s)
 
     def gradient(self, theta: Vector, progress: int) -> None:
         setting = self.engine.setting
@@ -95,33 +96,32 @@ class NodeContext:
                 "pipeline: this method asks for single gradients, which a model in stages does not "
                 "give"
             )
-        seconds = self._about_to_train(1)
-        answer = setting.trainer.gradient(self.me, theta, self.now + seconds)
-        self._begin(answer, 1, progress, seconds)
+        end_s = self._end_s(1)
+        self._begin(setting.trainer.gradient(self.me, theta, end_s), 1, progress, end_s)
 
     def apply(self, theta: Vector, gradient: Vector, progress: int) -> None:
-        seconds = self._about_to_train(0)  # the profile's step time has the optimizer's part in it
-        trainer = self.engine.setting.trainer
-        answer = trainer.apply(self.me, theta, gradient, progress, self.now)
-        self._begin(answer, 0, progress, seconds)
+        end_s = self._end_s(0)  # at once: the profile's step time has the optimizer's part in it
+        answer = self.engine.setting.trainer.apply(self.me, theta, gradient, progress, end_s)
+        self._begin(answer, 0, progress, end_s)
 
-    def _about_to_train(self, steps: int) -> float:
-        """Seconds of `steps` inner steps from now on. A restart may be from before them."""
-        setting, outages = self.engine.setting, self.engine.state.outages
-        if self.me in outages.saves:
-            outages.before[self.me] = setting.trainer.state_of(self.me)
-        return setting.faults.compute_s(self.me, self.now, steps * setting.step_time_s[self.me])
+    def _end_s(self, steps: int) -> float:
+        """When `steps` inner steps end that begin now. A restart may be from before them."""
+        setting, state = self.engine.setting, self.engine.state
+        if self.me in state.outages.saves:
+            state.outages.before[self.me] = setting.trainer.state_of(self.me)
+        usual_s = steps * setting.step_time_s[self.me]
+        return state.now + setting.faults.compute_s(self.me, state.now, usual_s)
 
-    def _begin(self, answer: Promise, steps: int, progress: int, seconds: float) -> None:
-        """Inner steps are under way for `seconds`."""
+    def _begin(self, answer: Promise, steps: int, progress: int, end_s: float) -> None:
+        """Inner steps are under way until `end_s`."""
         state, me = self.engine.state, self.me
         state.nodes[me].begin_job()
         for observer in state.observers:
             observer.begins(me, state.now, steps * self.engine.setting.step_time_s[me])
-        if seconds:
-            state.recorder.computes(me, state.now, state.now + seconds)
-        state.jobs[me] = Finish(me, answer, steps, progress)
-        self.engine.push(state.now + seconds, state.jobs[me])
+        if end_s > state.now:
+            state.recorder.computes(me, state.now, end_s)
+        state.jobs[me] = job = Finish(me, answer, steps, progress)
+        self.engine.push(end_s, job)
 
 
 def reduce(engine: Engine, complete: Complete) -> None:

@@ -2,40 +2,41 @@
 from.
 
 A study offers `TITLE`, the question in one line, and `run(out, settings)`, which makes its runs and
-returns an `Answer`. A new file is a new study, `archipel study NAME`: nothing is registered.
+returns `Findings`. A new file is a new study, `archipel study NAME`: nothing is registered.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from archipel.errors import UserError, nearest
-from archipel.experiment import Progress
+from archipel.experiment import Progress, say_nothing
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every study can be told: inner steps of each run, how many seeds, and processes that
-    compute gradients.
+    """What every study can be told.
 
-    `begin` is called with the name of a run that begins, and gives what is to be told of its
-    progress.
+    Attributes:
+        steps: inner steps of each run, of all its workers together.
+        seeds: runs of each kind.
+        processes: that compute gradients; None: one a core, or one a GPU.
+        progress: is told how the runs go on.
     """
 
     steps: int = 10_000
     seeds: int = 3
     processes: int | None = None
-    begin: Callable[[str], Progress] = lambda _: lambda *_: None
+    progress: Progress = say_nothing
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A study's outcome.
+class Findings:
+    """What a study has found.
 
     Attributes:
         headline: what is real and what is modelled.
@@ -56,7 +57,7 @@ class Study(Protocol):
 
     TITLE: str
 
-    def run(self, out: Path, settings: Settings) -> Answer:
+    def run(self, out: Path, settings: Settings) -> Findings:
         """Make the runs in the folder `out`, and answer from them."""
 
 

@@ -19,8 +19,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from archipel import experiment, report
+from archipel.errors import Diverged
 from archipel.recipe import parse_recipe
-from archipel.studies import Answer, Settings
+from archipel.studies import Findings, Settings
 
 TITLE = (
     "What do random routes between pipeline stages do to NoLoCo's loss, and to the spread of "
@@ -35,7 +36,7 @@ OUTER: dict[str, dict[str, Any]] = {
 }
 
 
-def run(out: Path, settings: Settings) -> Answer:
+def run(out: Path, settings: Settings) -> Findings:
     """For each seed a run on fixed and on random routes, without and with an outer step."""
     inner_steps = max(1, settings.steps // (REPLICAS * OUTER_STEPS))
     recipes = [
@@ -51,33 +52,27 @@ def run(out: Path, settings: Settings) -> Answer:
                 "run": {"steps": inner_steps * REPLICAS * OUTER_STEPS, "seed": seed},
             }
         )
+        for routing in ROUTINGS  # outermost: those with one kind of routes share a pool
         for outer, fields in OUTER.items()
-        for routing in ROUTINGS
         for seed in range(settings.seeds)
     ]
-    names = [f"{recipe.label}-seed{recipe.run.seed}" for recipe in recipes]
-    experiment.prepare_output(out, names)
-    for routing in ROUTINGS:  # a pool is made for one kind of routes
-        mine = [
-            (recipe, name)
-            for recipe, name in zip(recipes, names, strict=True)
-            if recipe.pipeline.routing == routing
-        ]
-        with experiment.open_pool(mine[0][0], settings.processes) as pool:
-            for recipe, name in mine:
-                experiment.simulate(recipe, pool, out / name, settings.begin(name))
-    found = {name: report.load(out / name) for name in names}
+    results, diverged = experiment.simulate_all(
+        recipes, out, settings.processes, progress=settings.progress
+    )
+    if diverged:
+        raise Diverged("; ".join(diverged))
     runs = {
         (outer, routing): [
-            found[f"{routing}-routes-{outer}-outer-step-seed{seed}"]
-            for seed in range(settings.seeds)
+            result
+            for result in results
+            if result.summary["label"] == f"{routing}-routes-{outer}-outer-step"
         ]
         for outer in OUTER
         for routing in ROUTINGS
     }
-    report.write(list(found.values()), out)
-    return Answer(
-        headline=report.headline(list(found.values())),
+    report.write(results, out)
+    return Findings(
+        headline=report.headline(results),
         finding=" ".join(
             finding(outer, runs[outer, "fixed"], runs[outer, "random"]) for outer in OUTER
         )
@@ -101,7 +96,7 @@ def run(out: Path, settings: Settings) -> Answer:
 FIGURES = ("final_loss", "replica_loss", "replica_std")
 
 
-def finding(outer: str, fixed: Sequence[report.Run], random: Sequence[report.Run]) -> str:
+def finding(outer: str, fixed: Sequence[report.Result], random: Sequence[report.Result]) -> str:
     """What random routes change, of runs that differ in nothing else: pairs of the same seed."""
     spread = [
         b.summary["replica_std"] / a.summary["replica_std"] - 1
@@ -129,7 +124,7 @@ def mean_and_sd(values: Sequence[float]) -> str:
     return f"{float(np.mean(values)):.4g}{deviation}"
 
 
-def plot(runs: dict[tuple[str, str], list[report.Run]], path: Path) -> Path:
+def plot(runs: dict[tuple[str, str], list[report.Result]], path: Path) -> Path:
     """The spread and the replicas' own loss over the run, every seed a line."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     names = {

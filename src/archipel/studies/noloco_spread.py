@@ -20,8 +20,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from archipel import experiment, report
+from archipel.errors import Diverged
 from archipel.recipe import parse_recipe
-from archipel.studies import Answer, Settings
+from archipel.studies import Findings, Settings
 from archipel.train.task import Schedule
 
 TITLE = "Does the spread of NoLoCo's replicas follow the inner learning rate?"
@@ -31,7 +32,7 @@ OUTER_STEPS = 50
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
-def run(out: Path, settings: Settings) -> Answer:
+def run(out: Path, settings: Settings) -> Findings:
     """One NoLoCo run for each seed, evaluated after every outer step."""
     inner_steps = max(1, settings.steps // (WORKERS * OUTER_STEPS))
     recipes = [
@@ -48,17 +49,16 @@ def run(out: Path, settings: Settings) -> Answer:
         )
         for seed in range(settings.seeds)
     ]
-    names = [f"noloco-seed{recipe.run.seed}" for recipe in recipes]
-    with experiment.open_pool(recipes[0], settings.processes) as pool:
-        experiment.prepare_output(out, names)
-        for recipe, name in zip(recipes, names, strict=True):
-            experiment.simulate(recipe, pool, out / name, settings.begin(name))
-    runs = [report.load(out / name) for name in names]
+    runs, diverged = experiment.simulate_all(
+        recipes, out, settings.processes, progress=settings.progress
+    )
+    if diverged:
+        raise Diverged("; ".join(diverged))
     curves = [spread_and_rate(run, recipes[0].run.steps or 1) for run in runs]
     correlations = [pearson(spread, rate) for spread, rate in curves]
     low, high = confidence_interval(correlations)
     report.write(runs, out)
-    return Answer(
+    return Findings(
         headline=report.headline(runs),
         finding="Pearson's r between spread and learning rate: "
         f"{mean_correlation(correlations):.3f}, 95 % interval "
@@ -79,7 +79,7 @@ def run(out: Path, settings: Settings) -> Answer:
     )
 
 
-def spread_and_rate(run: report.Run, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def spread_and_rate(run: report.Result, steps: int) -> tuple[np.ndarray, np.ndarray]:
     """The replicas' standard deviation and the learning rate as a factor of its peak, at each
     evaluation but the first.
     """

@@ -13,7 +13,7 @@ So there is `predicted`, the whole curve by recursion with the run's own partiti
 follow the learning rate; their size, which no theory gives, is fitted to the last setting's runs
 alone and then used for all.
 
-No warning precedes the diverging runs (`experiment.warn_of_divergence`): that they diverge is the
+No warning precedes the diverging runs (`assemble.warn_of_divergence`): that they diverge is the
 question.
 """
 
@@ -32,7 +32,7 @@ from archipel import experiment, report
 from archipel.errors import Diverged
 from archipel.methods import noloco
 from archipel.recipe import Recipe, parse_recipe
-from archipel.studies import Answer, Settings
+from archipel.studies import Findings, Settings
 from archipel.theory import moments
 from archipel.train.task import Schedule
 
@@ -56,7 +56,7 @@ Curve = npt.NDArray[np.float64]
 """One value an outer step, from the first one's end on: shape (OUTER_STEPS,)."""
 
 
-def run(out: Path, settings: Settings) -> Answer:
+def run(out: Path, settings: Settings) -> Findings:
     """One NoLoCo run for each setting and seed, evaluated after every outer step."""
     inner_steps = max(1, settings.steps // (WORKERS * OUTER_STEPS))
     recipes = [
@@ -64,22 +64,16 @@ def run(out: Path, settings: Settings) -> Answer:
         for key in ALPHAS_AND_GAMMAS
         for seed in range(settings.seeds)
     ]
-    runs: dict[Key, list[report.Run]] = {}
-    broken: list[str] = []
-    with experiment.open_pool(recipes[0], settings.processes) as pool:
-        experiment.prepare_output(out, [_name(recipe) for recipe in recipes])
-        for recipe in recipes:
-            try:
-                summary = experiment.simulate(
-                    recipe, pool, out / _name(recipe), settings.begin(_name(recipe))
-                )
-            except Diverged as error:  # it leaves no directory; the others still answer
-                broken.append(f"{error} (seed {recipe.run.seed})")
-                continue
-            key = summary["settings"]["alpha"], summary["settings"]["gamma"]
-            runs.setdefault(key, []).append(report.load(out / _name(recipe)))
-    if not runs:
-        raise Diverged("; ".join(broken))
+    # Runs that diverged leave nothing; the others still answer.
+    every, diverged = experiment.simulate_all(
+        recipes, out, settings.processes, progress=settings.progress
+    )
+    if not every:
+        raise Diverged("; ".join(diverged))
+    runs: dict[Key, list[report.Result]] = {}
+    for result in every:
+        key = result.summary["settings"]["alpha"], result.summary["settings"]["gamma"]
+        runs.setdefault(key, []).append(result)
     predictions = {
         key: [predicted(*key, inner_steps, run.summary["seed"]) for run in group]
         for key, group in runs.items()
@@ -88,14 +82,13 @@ def run(out: Path, settings: Settings) -> Answer:
     pairs = zip(runs[fitted], predictions[fitted], strict=True)
     kick = math.exp(np.mean([np.log(curve(run, "replica_std") / line) for run, line in pairs]))
     predictions = {key: [kick * line for line in lines] for key, lines in predictions.items()}
-    every = [run for group in runs.values() for run in group]
     report.write(every, out)
-    return Answer(
+    return Findings(
         headline=report.headline(every),
         finding="\n".join(
             [
                 *(_finding(key, runs[key]) for key in runs),
-                *(f"Without figures: {one}" for one in broken),
+                *(f"Without figures: {one}" for one in diverged),
                 LEGEND,
             ]
         ),
@@ -137,11 +130,7 @@ def _recipe(alpha: float, gamma: float, inner_steps: int, seed: int) -> Recipe:
     )
 
 
-def _name(recipe: Recipe) -> str:
-    return f"{recipe.label}-seed{recipe.run.seed}"
-
-
-def curve(run: report.Run, key: str) -> Curve:
+def curve(run: report.Result, key: str) -> Curve:
     """`key` of the evaluation after each outer step; not that of the untrained model."""
     return np.array([line[key] for line in run.evals[1:]])
 
@@ -207,7 +196,7 @@ def predicted(alpha: float, gamma: float, inner_steps: int, seed: int) -> Curve:
     return np.array(spread)
 
 
-def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any]:
+def _row(key: Key, runs: list[report.Result], predictions: list[Curve]) -> list[Any]:
     """One setting: factors of the spread in an outer step, the last spread, and both losses; see
     `LEGEND`.
     """
@@ -230,7 +219,7 @@ def _row(key: Key, runs: list[report.Run], predictions: list[Curve]) -> list[Any
     ]
 
 
-def _finding(key: Key, runs: list[report.Run]) -> str:
+def _finding(key: Key, runs: list[report.Result]) -> str:
     """What happened with one setting, mean over seeds."""
     low, high = moments.gamma_window(moments.Setting(key[0], BETA, key[1], workers=WORKERS))
     side = "inside" if low < key[1] < high else "outside"
@@ -256,7 +245,7 @@ def _least(loss: Curve) -> str:
 
 
 def plot(
-    runs: dict[Key, list[report.Run]], predictions: dict[Key, list[Curve]], path: Path
+    runs: dict[Key, list[report.Result]], predictions: dict[Key, list[Curve]], path: Path
 ) -> Path:
     """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a
     setting; predictions dashed.

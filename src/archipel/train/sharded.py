@@ -12,7 +12,7 @@ with the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,11 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from archipel.errors import UserError
+from archipel.train.batch import check_loss, loss_of, micro
 from archipel.train.data import Shard
-from archipel.train.pipeline import micro
-from archipel.train.replica import Run, check_loss, finite, loss_of, seed_step, set_learning_rate
+from archipel.train.replica import Run, finite, layout_of, set_learning_rate
+from archipel.train.seeding import seed_everything, seed_step
 from archipel.train.task import Task
-from archipel.vector import Layout, float_buffers, integer_buffers, parameters
+from archipel.vector import integer_buffers, parameters, places
 
 
 class ShardedReplica:
@@ -43,14 +45,27 @@ class ShardedReplica:
         self.rank, self.processes = dist.get_rank(), dist.get_world_size()
         self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]
         self.module = task.seeded_model(run.seed).to(device)
-        self.layout = Layout.of(self.module)
+        self.layout = layout_of(task, self.module, device)
         shard_blocks(self.module, self.mesh)
         self.parameters = [
             parameter
             for parameter in parameters(self.module).values()
             if isinstance(parameter, DTensor)
         ]
-        self.optimizer = task.optimizer(self.module)
+        tail = self.layout.slots[len(self.parameters) :]
+        owners = places(self.module, [slot.name for slot in tail])
+        self.statistics = list(zip(tail, owners, strict=True))
+        for slot, (owner, name) in self.statistics:
+            if isinstance(getattr(owner, name), DTensor):
+                raise UserError(
+                    f"live.processes = {self.processes}: training changes the frozen parameter "
+                    f"{slot.name!r}, of which each process would have a part only; make it a buffer"
+                )
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Have the inner optimizer begin anew."""
+        self.optimizer = self.task.optimizer_of(self.module)
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
 
@@ -73,8 +88,8 @@ class ShardedReplica:
                 after_step()
         return finite(losses, cursor)
 
-    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
-        """See `Replica.differentiate`.
+    def gradient(self, theta: Tensor, cursor: int) -> list[float]:
+        """See `Replica.gradient`.
 
         Raises:
             NonFiniteLoss: the loss is not finite.
@@ -82,7 +97,11 @@ class ShardedReplica:
         with self._at(theta):
             loss = self._backward(cursor)
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=False):
-            slot.view(theta).copy_(_whole(parameter.grad))
+            gradient = slot.view(theta)
+            if parameter.grad is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(_whole(parameter.grad))
         return finite([loss], cursor)
 
     def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
@@ -90,7 +109,9 @@ class ShardedReplica:
         dist.broadcast(gradient, 0)
         with self._at(theta):
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=False):
-                parameter.grad = self._part(slot.view(gradient).to(self.device), parameter)
+                part = slot.view(gradient)
+                parameter.grad = self._part(part.to(self.device), parameter) if part.any() else None
+            seed_everything(self.run.seed * 1_000_003 + progress, self.device)
             self._step(progress)
         theta[self.layout.parameters :] = gradient[self.layout.parameters :]
         return []
@@ -105,10 +126,12 @@ class ShardedReplica:
         match what, arguments:
             case "train", (steps, progress, cursor):
                 self.train(theta, steps, progress, cursor, lambda: None)
-            case "differentiate", (cursor,):
-                self.differentiate(theta, cursor)
+            case "gradient", (cursor,):
+                self.gradient(theta, cursor)
             case "apply", (progress,):
                 self.apply(theta, torch.empty(self.layout.numel), progress)
+            case "reset_optimizer", ():
+                self.reset_optimizer()
             case _:
                 raise AssertionError(what)
 
@@ -120,21 +143,19 @@ class ShardedReplica:
         them.
         """
         dist.broadcast(theta, 0)
-        buffers, slots = list(float_buffers(self.module).values()), self.layout.slots
+        slots = self.layout.slots
         with torch.no_grad():
             for slot, parameter in zip(slots, self.parameters, strict=False):
                 parameter.copy_(self._part(slot.view(theta).to(self.device), parameter))
-            for slot, buffer in zip(slots[len(self.parameters) :], buffers, strict=True):
-                buffer.copy_(slot.view(theta))
+            for slot, (owner, name) in self.statistics:
+                getattr(owner, name).copy_(slot.view(theta))
         yield
         with torch.no_grad():
             for slot, parameter in zip(slots, self.parameters, strict=False):
                 slot.view(theta).copy_(_whole(parameter))
             # Each process has seen its part of the batches only.
-            for slot, buffer in zip(
-                slots[len(self.parameters) :], float_buffers(self.module).values(), strict=True
-            ):
-                mean = buffer.float().cpu() / self.processes
+            for slot, (owner, name) in self.statistics:
+                mean = getattr(owner, name).float().cpu() / self.processes
                 dist.all_reduce(mean)
                 slot.view(theta).copy_(mean)
 
@@ -146,9 +167,6 @@ class ShardedReplica:
         loss = loss_of(self.task, self.module, batch, self.device)
         check_loss(loss)
         loss.backward()  # type: ignore[no-untyped-call]
-        for parameter in self.parameters:
-            if parameter.grad is None:  # as in `Replica`, a gradient is always there
-                parameter.grad = torch.zeros_like(parameter)
         mean = loss.detach().float().cpu() / self.processes
         dist.all_reduce(mean)
         return mean
@@ -174,10 +192,13 @@ class ShardedReplica:
 
 @dataclass(frozen=True)
 class Leader:
-    """The first process of a worker. `tell` has the others `follow`, and does not wait for them."""
+    """The first process of a worker, whose `InnerSteps` are those of all of them. `tell` has the
+    others `follow`, and does not wait for them.
+    """
 
     replica: ShardedReplica
     tell: Callable[[str, tuple[int, ...]], None]
+    state: Sequence[Tensor] = ()  # each process has a part of the optimizer's: none is saved
 
     def train(
         self, theta: Tensor, steps: int, progress: int, cursor: int, after_step: Callable[[], None]
@@ -185,16 +206,23 @@ class Leader:
         self.tell("train", (steps, progress, cursor))
         return self.replica.train(theta, steps, progress, cursor, after_step)
 
-    def differentiate(self, theta: Tensor, cursor: int) -> list[float]:
-        self.tell("differentiate", (cursor,))
-        return self.replica.differentiate(theta, cursor)
+    def gradient(self, theta: Tensor, cursor: int) -> list[float]:
+        self.tell("gradient", (cursor,))
+        return self.replica.gradient(theta, cursor)
 
     def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
         self.tell("apply", (progress,))
         return self.replica.apply(theta, gradient, progress)
 
+    def reset_optimizer(self) -> None:
+        self.tell("reset_optimizer", ())
+        self.replica.reset_optimizer()
+
     def integers(self) -> dict[str, Tensor]:
         return self.replica.integers()
+
+    def take_counts(self) -> tuple[int, int, int]:
+        return 0, 0, 0  # FSDP does not say what it sends
 
 
 def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -2,18 +2,18 @@
 
 What belongs here: the stage, and its messages to the stages before and behind it, over
 torch.distributed and point to point. What does not: who holds which stage, and the routes
-(`pipeline.py`, whose `Stages` does the same in one process).
+(`pipeline.py`), the same in one
+process (`stages.py`).
 
 Every node knows all routes from the shared seed, so no message says where it belongs: who sends,
 its tag and the order say so. A batch is a pure function of its shard and number: the last stage
 draws the labels of the micro-batches that come to it itself, instead of having them carried along.
-There is no collective.
+There is no collective. On CPUs all sums are those of `stages.py`, in the same order, to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,25 +23,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from archipel.actor import NodeId
-from archipel.errors import TrainingError
+from archipel.errors import TrainingError, UserError
+from archipel.train.batch import check_loss, loss_of, micro
+from archipel.train.cut import Boundary, cut_of, parts_of
 from archipel.train.data import Shard
-from archipel.train.pipeline import Pipeline, cut, micro
-from archipel.train.replica import Replica, Run, check_loss, finite, loss_of, seed_step
+from archipel.train.inner_steps import integers_in
+from archipel.train.pipeline import Pipeline
+from archipel.train.replica import Replica, Run, finite
+from archipel.train.seeding import seed_step
 from archipel.train.task import Batch, Task
 
 FORWARD, BACKWARD, NORM = 0, 1, 2
 """Kinds of messages; with the number of the micro-batch they make a tag."""
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What passes from one stage to the next for one micro-batch."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
 
 
 class Stage:
@@ -68,29 +61,14 @@ class Stage:
         shards: Sequence[Shard],
         deadline_s: float,
     ) -> None:
-        self.task, self.run, self.device, self.pipeline, self.shards = (
-            task,
-            run,
-            device,
-            pipeline,
-            shards,
-        )
-        self.deadline_s = deadline_s
+        self.task, self.run, self.device = task, run, device
+        self.pipeline, self.shards, self.deadline_s = pipeline, shards, deadline_s
         self.me, self.k = divmod(rank, pipeline.stages)
         self.last = self.k == pipeline.stages - 1
-        self.boundaries = boundaries(
-            task,
-            run.seed,
-            pipeline.stages,
-            micro(task.batches(shards[0], 0), pipeline.micro_batches)[0],
-        )
-        self.replica = Replica(
-            task, run, device, cut(task.seeded_model(run.seed), pipeline.stages)[self.k]
-        )
-        self.state = [
-            torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.replica.state_specs
-        ]
-        self.replica.reset(self.state)
+        self.boundaries = cut_of(task, pipeline.stages, pipeline.micro_batches).boundaries
+        part = parts_of(task, run.seed, pipeline.stages, pipeline.micro_batches)[self.k]
+        self.replica = Replica(task, run, device, part)
+        self.state = self.replica.new_state()
         self.sending: list[tuple[Any, Tensor]] = []
         self.messages, self.sent_bytes, self.slow_link_bytes = 0, 0, 0
 
@@ -118,10 +96,19 @@ class Stage:
                 after_step()
         return finite(losses, cursor) if self.last else []
 
+    def gradient(self, theta: Tensor, cursor: int) -> list[float]:
+        raise UserError(
+            "pipeline: this method asks for single gradients, which a model in stages does not give"
+        )
+
+    def apply(self, theta: Tensor, gradient: Tensor, progress: int) -> list[float]:
+        raise AssertionError("a stage gives no gradient that could be applied")
+
+    def reset_optimizer(self) -> None:
+        self.replica.reset_optimizer(self.state)
+
     def integers(self) -> dict[str, Tensor]:
-        """The integer buffers of this stage, by name."""
-        names = self.replica.layout.integers
-        return {name: tensor.clone() for name, tensor in zip(names, self.state[1:], strict=False)}
+        return integers_in(self.replica, self.state)
 
     def _gradient(self, step: int) -> Tensor:
         """Leave the gradient over the micro-batches that come here in the replica; their mean loss,
@@ -174,14 +161,14 @@ class Stage:
                 if self.k
                 else None
             )
-            y = self._forward(x, batches[q][j] if q in batches else None)
+            y = self._forward(x, batches[q][j] if q in batches else None, q, step * parts + j)
             if self.last:
                 total += y.detach().cpu() / parts
             else:
                 self._send(after[j], y.detach(), FORWARD, j)
             entered.append(x)
             left.append(y)
-        for j in reversed(range(parts)):
+        for j in range(parts):
             if self.last:
                 (left[j] / parts).backward()  # type: ignore[no-untyped-call]
             else:
@@ -197,15 +184,22 @@ class Stage:
         self._finish_sending()
         return total
 
-    def _forward(self, x: Tensor | None, batch: Batch) -> Tensor:
-        """The activations that leave this stage; at the last one, the loss."""
+    def _forward(self, x: Tensor | None, batch: Batch, q: int, number: int) -> Tensor:
+        """The activations that leave this stage, of a micro-batch of replica q; at the last one,
+        the loss.
+        """
         module = self.replica.module
+
+        def enter() -> None:
+            seed_step(self.run.seed, self.shards[q], number, self.device, stage=self.k)
+
         if x is None:
             return leaving(self.task, module, batch, self.device)
         if self.last:
-            loss = loss_of(self.task, _Resumed(module, x), batch, self.device)
+            loss = loss_of(self.task, _Resumed(module, x, enter), batch, self.device)
             check_loss(loss)
             return loss
+        enter()
         with torch.autocast(
             self.device.type, self.task.autocast, enabled=self.task.autocast is not None
         ):
@@ -308,11 +302,12 @@ class _Resumed(nn.Module):
     elsewhere.
     """
 
-    def __init__(self, module: nn.Module, x: Tensor) -> None:
+    def __init__(self, module: nn.Module, x: Tensor, enter: Callable[[], None]) -> None:
         super().__init__()
-        self.module, self.x = module, x
+        self.module, self.x, self.enter = module, x, enter
 
     def forward(self, _: Any) -> Tensor:
+        self.enter()
         y: Tensor = self.module(self.x)
         return y
 
@@ -328,19 +323,3 @@ def leaving(task: Task, module: nn.Module, batch: Batch, device: torch.device) -
     except _Left as left:
         return left.y
     raise TypeError("the task's loss must call the model, once, so that it can be run in stages")
-
-
-def boundaries(task: Task, seed: int, stages: int, batch: Batch) -> list[Boundary]:
-    """What passes behind each stage but the last, for a micro-batch like `batch`: found out with a
-    model that is thrown away.
-    """
-    device, modules = torch.device("cpu"), cut(task.seeded_model(seed), stages)
-    found = []
-    with torch.no_grad():
-        x = leaving(task, modules[0], batch, device)
-        for module in modules[1:]:
-            found.append(Boundary(x.shape, x.dtype))
-            if len(found) < len(modules) - 1:
-                with torch.autocast("cpu", task.autocast, enabled=task.autocast is not None):
-                    x = module(x)
-    return found

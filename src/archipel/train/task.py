@@ -7,23 +7,32 @@ their configuration. What does not: how inner steps are taken (`replica.py`), or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from archipel.errors import UserError, nearest
-from archipel.pyfile import import_file, whereabouts
+from archipel.pyfile import import_file, place_of, whereabouts
 from archipel.train import data
 from archipel.train.data import Corpus, Shard
 from archipel.train.gpt import GPT, next_token_loss
+from archipel.train.seeding import seed_everything, seeds_kept
 
 Batch = Any
+CPU = torch.device("cpu")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,13 @@ class Schedule:
     warmup: float = 0.05
     final: float = 0.1
 
+    def __post_init__(self) -> None:
+        for name, most in (("warmup", 1.0), ("final", math.inf)):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 <= value <= most and math.isfinite(value)):
+                allowed = "a number from 0 to 1" if most == 1 else "a finite number, at least 0"
+                raise UserError(f"Schedule.{name} = {value!r}: must be {allowed}")
+
     def factor(self, step: float, total: float) -> float:
         """The factor of the (0-based) `step` of `total` steps."""
         warmup = self.warmup * total
@@ -48,9 +64,9 @@ class Schedule:
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
-    """Four callables, and what has to be known about them.
+    """Four functions, and what has to be known about them.
 
     Attributes:
         model: makes the model. Called under a fixed seed, so that all workers start from the same
@@ -58,7 +74,8 @@ class Task:
         loss: the mean loss of the model on a batch, a 0-d tensor.
         batches: batch number `index` of a shard; must depend on nothing else. Validation batches
             are those of the shard whose `split` is `valid`, from 0 to `valid_batches` − 1.
-        optimizer: makes the inner optimizer of a model.
+        optimizer: makes the inner optimizer of a model: a `torch.optim.Optimizer` whose `step()`
+            needs no closure. A parameter that a batch does not touch has no gradient in its step.
         valid_batches: how many batches an evaluation sees.
         tokens_per_step: tokens (or samples) of one batch, for the records.
         gradient_clip: largest norm of a gradient; None: as it is.
@@ -67,6 +84,9 @@ class Task:
         description: what it is, for the report.
         loss_name: what the loss is and its unit.
         entropy_rate: the best possible loss, where it is known.
+
+    Raises:
+        UserError: one of them has the wrong type, or a number is out of range.
     """
 
     model: Callable[[], nn.Module]
@@ -82,11 +102,110 @@ class Task:
     loss_name: str = "validation loss"
     entropy_rate: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, gives in (
+            ("model", "a function that makes it"),
+            ("loss", "a function of a model and a batch"),
+            ("batches", "a function of a shard and a number"),
+            ("optimizer", "a function that makes it of a model"),
+        ):
+            value = getattr(self, name)
+            # A module can be called too, but not to make a model.
+            made = isinstance(value, nn.Module) and name in ("model", "optimizer")
+            if made or not callable(value):
+                _refuse(name, f"a {type(value).__name__}", gives)
+        for name in ("valid_batches", "tokens_per_step"):
+            count: Any = getattr(self, name)
+            if not (_is_number(count) and isinstance(count, Integral) and int(count) >= 1):
+                _refuse(name, repr(count), "a whole number, at least 1")
+        clip, rate = self.gradient_clip, self.entropy_rate
+        if clip is not None and not (_is_number(clip) and clip > 0 and math.isfinite(clip)):
+            _refuse("gradient_clip", repr(clip), "a number above 0, or None: gradients as they are")
+        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+            _refuse("schedule", repr(self.schedule), "an archipel.Schedule, or None: constant")
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            _refuse("autocast", repr(self.autocast), "torch.bfloat16, torch.float16 or None")
+        for name in ("description", "loss_name"):
+            if not isinstance(getattr(self, name), str):
+                _refuse(name, repr(getattr(self, name)), "a text")
+        if rate is not None and not (_is_number(rate) and math.isfinite(rate)):
+            _refuse("entropy_rate", repr(rate), "a finite number, or None")
+
     def seeded_model(self, seed: int) -> nn.Module:
-        """A fresh model whose random initial weights depend on `seed` alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return self.model()
+        """A fresh model whose random initial weights depend on `seed` alone.
+
+        Raises:
+            UserError: `model` fails, or what it makes cannot be trained.
+        """
+        with seeds_kept(CPU), blaming("task.model"):
+            seed_everything(seed, CPU)
+            model = self.model()
+        check_model(model)
+        return model
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The inner optimizer of `model`.
+
+        Raises:
+            UserError: `optimizer` fails, or makes something else.
+        """
+        with blaming("task.optimizer"):
+            optimizer = self.optimizer(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"task.optimizer returned a {type(optimizer).__name__}: it must return one "
+                "torch.optim.Optimizer; several can be put behind one, a class derived from it "
+                "whose step() has each of them step"
+            )
+        ours = {id(parameter) for parameter in model.parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in ours:
+                    raise UserError(
+                        f"task.optimizer: {type(optimizer).__name__} moves a tensor of shape "
+                        f"{tuple(parameter.shape)} that is no parameter of the model; only the "
+                        "model is trained: register it there"
+                    )
+        return optimizer
+
+
+@contextmanager
+def blaming(place: str) -> Iterator[None]:
+    """Make a `UserError` of whatever one of the user's functions, named by `place`, raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{place} failed at {whereabouts(error)}") from error
+
+
+def check_model(model: Any) -> None:
+    """Raise a `UserError` if `model` is nothing that can be trained."""
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"task.model returned a {type(model).__name__}: it must return a torch.nn.Module"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(
+                f"task.model: {name!r} has no shape yet (a lazy module); call the model once on an "
+                "example in `model`, before it is returned"
+            )
+        if tensor.is_meta:
+            raise UserError(
+                f"task.model: {name!r} is on the device 'meta' and has no values; make the model "
+                "on the CPU"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            f"task.model: the {type(model).__name__} has no parameter that can be trained (none "
+            "has requires_grad)"
+        )
+
+
+def _refuse(name: str, value: str, allowed: str) -> NoReturn:
+    raise UserError(f"Task.{name} = {value}: must be {allowed}")
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -306,6 +425,10 @@ def _user_task(name: str) -> Task:
         )
     try:
         task = make()
+    except UserError as error:  # of `Task`, which says it in full
+        raise UserError(
+            f"task.name = {name!r}: {function}() failed at {place_of(error)}: {error}"
+        ) from error
     except Exception as error:
         raise UserError(
             f"task.name = {name!r}: {function}() failed at {whereabouts(error)}"

@@ -1,0 +1,97 @@
+"""The command line: which commands there are, and how errors become exit codes.
+
+What belongs here: the list of commands, and the exit codes: 0; 1, training could not go on; 2, a
+mistake that the user can mend; 130, Ctrl-C. What does not: anything that a Python program would
+want to call as well; that is in `experiment.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from typing import Annotated, NoReturn
+
+import typer
+
+import archipel
+from archipel.cli import questions, runs, terminal
+from archipel.errors import TrainingError, UserError
+
+app = typer.Typer(
+    help="Train one model over slow links: compare methods on a modelled network, then run one for "
+    "real.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+theory = typer.Typer(
+    help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None
+)
+app.command()(runs.compare)
+app.command()(runs.run)
+app.command()(runs.resume)
+app.command()(runs.launch)
+app.command()(runs.report)
+app.command("list")(questions.list_names)
+app.command()(questions.study)
+app.command()(questions.latency)
+app.command()(questions.fuzz)
+app.add_typer(theory, name="theory")
+theory.command("noloco")(questions.theory_noloco)
+
+
+@theory.callback()
+def theory_command() -> None:
+    """What is known exactly about a method."""
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"archipel {archipel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def archipel_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Print the version, and do nothing else.",
+        ),
+    ] = False,
+) -> None:
+    """What all commands have."""
+
+
+def main() -> None:
+    """Run the command line and turn errors into one line and an exit code, and warnings into one
+    line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show Greek shows a question mark.
+            stream.reconfigure(errors="replace")
+    warnings.showwarning = lambda message, *_: terminal.say(f"archipel: warning: {message}")
+    try:
+        sys.exit(app(standalone_mode=False) or 0)
+    except UserError as error:
+        _complain(error, 2)
+    except TrainingError as error:
+        _complain(error, 1)
+    except OSError as error:  # a full disk, a folder that cannot be written to
+        _complain(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
+    except Exception as error:
+        # The option parser's own errors. Which package they come from depends on typer's version.
+        if not hasattr(error, "format_message"):
+            raise
+        _complain(error.format_message(), getattr(error, "exit_code", 2))
+
+
+def _complain(message: object, code: int) -> NoReturn:
+    terminal.say(f"archipel: {message}")
+    sys.exit(code)

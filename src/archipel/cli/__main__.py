@@ -1,0 +1,5 @@
+"""`python -m archipel.cli`."""
+
+from archipel.cli import main
+
+main()

@@ -1,0 +1,32 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Change one setting; can be given often."
+    ),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Processes that compute gradients. Default: one a core, or one a GPU."
+    ),
+]
+CheckpointEvery = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS|SECONDSs",
+        help="Save the run after so many tokens, or seconds here (600s); Ctrl-C saves it anyway.",
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Stop at a training loss that is not finite; restart no worker."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone on stdout.")]

@@ -1,0 +1,301 @@
+"""The commands that answer a question without a recipe: what there is, studies, theory, fuzzing.
+
+What belongs here: their arguments, and how their answers are printed. What does not: the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel
+from rich.table import Table
+from rich.text import Text
+
+from archipel import fuzz as fuzzing
+from archipel import methods, rundir, studies
+from archipel.cli import terminal
+from archipel.cli.options import Json, Processes
+from archipel.errors import UserError, nearest
+from archipel.recipe import LiveConfig, PipelineConfig, RunConfig
+from archipel.run.screening import ScreeningConfig
+from archipel.sim.faults import KINDS, FaultsConfig, RandomFaults
+from archipel.sim.topology import MEASURED, PRESETS, PROFILES, load_topology
+from archipel.theory import latency as model
+from archipel.theory import moments
+from archipel.theory import plots as plots_of
+from archipel.train.task import CONFIGS
+from archipel.yamlfile import dump
+
+SECTIONS: dict[str, type[BaseModel]] = {
+    "run": RunConfig,
+    "pipeline": PipelineConfig,
+    "live": LiveConfig,
+    "faults": FaultsConfig,
+    "bad_updates": ScreeningConfig,
+}
+"""Sections of a recipe that have one kind of settings."""
+
+
+def list_names(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A method, task, topology, profile, section or fault: its settings.",
+        ),
+    ] = None,
+) -> None:
+    """Methods, tasks, topologies, profiles, sections, faults and studies; with a name, its
+    settings, their defaults and what they mean.
+    """
+    if name is None:
+        for kind, known in (
+            ("methods", methods.names()),
+            ("tasks", [*CONFIGS, "file.py:function"]),
+            ("topologies", [*PRESETS, "internet-N", "FILE.yaml"]),
+            ("profiles", [*PROFILES, MEASURED]),
+            ("sections", list(SECTIONS)),
+            ("faults", list(KINDS)),
+            ("studies", studies.names()),
+        ):
+            terminal.tell(f"{kind:<11} {', '.join(known)}")
+    elif name in KINDS:
+        terminal.tell(_settings(KINDS[name]))
+        terminal.tell(_in_a_line(KINDS[name]))
+    elif config := SECTIONS.get(name) or CONFIGS.get(name) or _method_settings(name):
+        terminal.tell(_settings(config))
+        if config is FaultsConfig:
+            terminal.tell("")
+            terminal.tell(_settings(RandomFaults, "random."))
+            terminal.tell("\nkinds of `schedule`; `archipel list KIND` shows what each one takes")
+            kinds = Table(box=None, show_header=False)
+            for kind, fault in KINDS.items():
+                kinds.add_row(kind, Text(_in_a_line(fault)))
+            terminal.tell(kinds)
+    elif name in PROFILES:
+        terminal.tell(dump(PROFILES[name].model_dump(mode="json")))
+    elif name in PRESETS or name.startswith("internet-") or name.endswith((".yaml", ".yml")):
+        terminal.tell(dump(load_topology(name).model_dump(mode="json")))
+    else:
+        known = [*methods.names(), *CONFIGS, *PROFILES, *PRESETS, *SECTIONS, *KINDS]
+        raise UserError(
+            f"nothing is called {name!r}{nearest(name, known)}; `archipel list` shows all names"
+        )
+
+
+def _method_settings(name: str) -> type[BaseModel] | None:
+    known = name in methods.names() or name.endswith(".py")
+    return methods.load(name).Config if known else None
+
+
+def _settings(config: type[BaseModel], prefix: str = "") -> Table:
+    table = Table("setting", "default", "meaning", box=None)
+    for key, field in config.model_fields.items():
+        default = "required" if field.is_required() else str(field.default)
+        table.add_row(*map(Text, (prefix + key, default, field.description or "")))
+    return table
+
+
+def _in_a_line(config: type[BaseModel]) -> str:
+    return " ".join((config.__doc__ or "").split())
+
+
+def study(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(studies.names())}.")
+    ],
+    steps: Annotated[
+        int, typer.Option(min=100, help="Inner steps of each run.")
+    ] = studies.Settings.steps,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = studies.Settings.seeds,
+    processes: Processes = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for runs and plots. Default: runs/NAME-DATE.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer one question about a method with runs of its own."""
+    chosen, folder = studies.load(name), out or rundir.dated(name)
+    terminal.say(f"{chosen.TITLE} {seeds} seeds of {steps:,} inner steps.")
+    with terminal.running() as (progress, _):
+        found = chosen.run(folder, studies.Settings(steps, seeds, processes, progress))
+    if as_json:
+        print(json.dumps({**asdict(found), "plots": [str(plot) for plot in found.plots]}))
+        return
+    table = Table(*found.columns, box=None)
+    for row in found.rows:
+        table.add_row(*map(str, row))
+    for text in (
+        found.headline,
+        table,
+        found.finding,
+        f"Plots: {', '.join(map(str, found.plots))}",
+    ):
+        terminal.tell(text)
+
+
+def latency(
+    workers: Annotated[int, typer.Option(min=2, help="n.")] = 1024,
+    inner_steps: Annotated[int, typer.Option(min=1, help="m: inner steps of an outer step.")] = 100,
+    message_s: Annotated[
+        float, typer.Option(help="Mean seconds of a message with one vector of weights.")
+    ] = 1.0,
+    sigma: Annotated[
+        float, typer.Option(help="Standard deviation of the logarithm of a message's time.")
+    ] = 0.5,
+    step_s: Annotated[float, typer.Option(help="Mean seconds of an inner step.")] = 1.0,
+    step_cv: Annotated[
+        float, typer.Option(help="Standard deviation of an inner step's time over its mean.")
+    ] = 0.1,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Inner steps of a worker in the whole run.")
+    ] = 25_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the drawn times.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the plots. Default: runs/latency-DATE.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What pairs save against an all-reduce when messages take log-normal times. Drawn times;
+    nothing is trained.
+    """
+    times = model.LogNormal(message_s, sigma)
+    job = model.Job(times, workers, inner_steps, step_s, step_cv, steps=steps)
+    terminal.say("drawing message times; with the defaults this takes about half a minute")
+    result = model.study(job, seed)
+    plots = model.write(result, out or rundir.dated("latency"))
+    if as_json:
+        print(json.dumps(result, allow_nan=False))
+        return
+    for table in model.tables(result):
+        terminal.tell(table)
+    terminal.tell(f"Plots: {', '.join(map(str, plots))}")
+
+
+def fuzz(
+    schedules: Annotated[
+        int, typer.Option(min=1, help="Random runs, each with faults of its own.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Default: one a core. The result is the same.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Do the invariants hold whatever goes wrong? Random topologies, methods and faults; nothing is
+    trained.
+    """
+
+    def progress(done: int, failed: int) -> None:
+        if done % max(1, schedules // 10) == 0:
+            terminal.say(f"{done:,}/{schedules:,} schedules, {failed} violations")
+
+    outcomes = fuzzing.fuzz(schedules, seed, processes or os.cpu_count() or 1, progress)
+    failures = fuzzing.failures(outcomes)
+    if as_json:
+        found = [asdict(failure) for failure in failures]
+        print(json.dumps({"schedules": schedules, "violations": len(failures), "failures": found}))
+    else:
+        for text in fuzzing.report(outcomes):
+            terminal.tell(text)
+    if failures:
+        sys.exit(1)
+
+
+def theory_noloco(
+    alpha: Annotated[float, typer.Option(help="α: outer momentum.")] = 0.5,
+    beta: Annotated[float, typer.Option(help="β: outer learning rate.")] = 0.7,
+    gamma: Annotated[float, typer.Option(help="γ: averaging strength.")] = 0.7,
+    curvature: Annotated[
+        float, typer.Option(help="ωλ: inner learning rate times curvature; 0: the limit.")
+    ] = 0.0,
+    inner_steps: Annotated[int, typer.Option(help="m: inner steps of an outer step.")] = 50,
+    workers: Annotated[int | None, typer.Option(help="N. Default: infinitely many.")] = None,
+    group_size: Annotated[int, typer.Option(help="n: workers that average together.")] = 2,
+    conjecture: Annotated[
+        bool,
+        typer.Option(
+            "--conjecture",
+            help="Also how far off the paper's variance is, for several N; needs --curvature.",
+        ),
+    ] = False,
+    plots: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for figures. Default: none are drawn."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Do NoLoCo's replicas stay together? Exact second moments on a quadratic; nothing is
+    trained.
+    """
+    if conjecture and not curvature:
+        raise UserError(
+            "--conjecture: a flat direction has no variance to compare; give a --curvature, such "
+            "as 0.001"
+        )
+    try:
+        setting = moments.Setting(alpha, beta, gamma, curvature, inner_steps, workers, group_size)
+        verdict = moments.verdict(setting)
+        compared = moments.conjecture(setting) if conjecture else []
+    except ValueError as error:  # it begins with the name of a field
+        field, _, rest = str(error).partition(" ")
+        option = {"curvature_rate": "curvature"}.get(field, field).replace("_", "-")
+        raise UserError(f"--{option} {rest}") from None
+    try:
+        drawn, left_out = plots_of.write(setting, plots) if plots else ([], {})
+    except OSError as error:
+        raise UserError(f"--plots {plots}: {error.strerror}") from None
+    for file, why in left_out.items():
+        terminal.say(f"{file} is not drawn: {why}")
+    if as_json:
+        fields = asdict(verdict)
+        empty = {
+            key: None
+            for key, value in fields.items()
+            if isinstance(value, float) and math.isnan(value)
+        }
+        more = {"conjecture": [asdict(row) for row in compared]} if conjecture else {}
+        print(json.dumps(fields | empty | more, allow_nan=False))
+        return
+    limit = "in the small-curvature limit, which decides for a network"
+    where = f"curvature ωλ = {curvature}, m = {inner_steps}" if curvature else limit
+    crowd = f"{workers} workers" if workers else "many workers"
+    given = f"α = {alpha}, β = {beta}, γ = {gamma}, groups of {group_size}"
+    terminal.tell(
+        f"{'stable' if verdict.stable else 'unstable'}: {given}, {crowd}, {where}\n"
+        f"  stable window          {verdict.gamma_min:.2f} < γ < {verdict.gamma_max:.2f}\n"
+        f"  its limit              γ < {verdict.gamma_max_limit:.2f} (small curvature, many "
+        "workers)\n"
+        f"  fastest contraction    γ = {verdict.gamma_best:.2f}\n"
+        f"  in one outer step      the mean is multiplied by {verdict.spectral_radius_mean:.4f} in "
+        "the long run, "
+        f"the replicas' variance by {verdict.spectral_radius_spread:.4f}",
+    )
+    if conjecture:
+        title = (
+            "E(φ − mean of its group)²: exact over that of independent replicas, and over the "
+            "conjectured 2((n − 1)/n)²·Var φ"
+        )
+        terminal.tell(title)
+        table = Table("  workers", "exact/independent", "exact/conjectured", box=None)
+        for row in compared:
+            one_group = (
+                "  (one group of all: replicas that start equal stay equal)"
+                if row.exact_over_independent == 0
+                else ""
+            )
+            ratios = (
+                f"{row.exact_over_independent:.4f}",
+                f"{row.exact_over_conjectured:.4f}{one_group}",
+            )
+            table.add_row(f"  {row.workers or '∞'}", *ratios)
+        terminal.tell(table)
+    if drawn:
+        terminal.tell(f"Plots: {', '.join(map(str, drawn))}")

@@ -1,0 +1,245 @@
+"""The commands that make runs, and the one that shows them again.
+
+What belongs here: their arguments, and which function of `experiment.py` each one calls. What does
+not: what is printed (`terminal.py`), and the runs themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from archipel import experiment, rundir
+from archipel.cli import terminal
+from archipel.cli.options import CheckpointEvery, Json, Processes, Set, Strict
+from archipel.errors import UserError
+from archipel.recipe import (
+    DEFAULT_PROFILE,
+    DEFAULT_TOPOLOGY,
+    Recipe,
+    load_recipe,
+    parse_settings,
+)
+from archipel.report import Result, find, load
+from archipel.sim.faults import FaultsConfig
+
+
+def compare(
+    method_list: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            metavar="A,B,…",
+            help="Methods by name; `name+flag` switches a flag of its settings on.",
+        ),
+    ] = experiment.DEFAULT_METHODS,
+    topology: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Preset or YAML file.")
+    ] = DEFAULT_TOPOLOGY,
+    profile: Annotated[
+        str, typer.Option(help="Size and step time of the modelled job, or `measured`.")
+    ] = DEFAULT_PROFILE,
+    task: Annotated[
+        str,
+        typer.Option(
+            help="stdlib, synthetic, text (with --set task.path=…), none, or file.py:function."
+        ),
+    ] = "stdlib",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Inner steps of all workers together. Default: 10000.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Instead of --steps.")] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of each method, with seeds run.seed, run.seed + 1, …")
+    ] = 1,
+    settings: Set = None,
+    target_loss: Annotated[
+        float | None, typer.Option(help="Default: the loss that the worst of the methods ends at.")
+    ] = None,
+    processes: Processes = None,
+    checkpoint_every: CheckpointEvery = None,
+    strict: Strict = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for run directories and the report. Default: runs/compare-DATE."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Which method trains fastest on this network? Real gradients, a modelled clock."""
+    with terminal.running() as (progress, _):
+        found = experiment.compare(
+            method_list,
+            topology=topology,
+            profile=profile,
+            task=task,
+            steps=steps,
+            tokens=tokens,
+            seeds=seeds,
+            settings=parse_settings(settings or []),
+            target_loss=target_loss,
+            processes=processes,
+            checkpoint_every=checkpoint_every,
+            strict=strict,
+            out=out,
+            progress=progress,
+        )
+    terminal.show(found, as_json=as_json)
+
+
+def run(
+    recipe: Annotated[
+        Path,
+        typer.Argument(metavar="RECIPE.yaml", help="What to run; only `method` is required in it."),
+    ],
+    settings: Set = None,
+    processes: Processes = None,
+    checkpoint_every: CheckpointEvery = None,
+    check_invariants: Annotated[
+        bool,
+        typer.Option(
+            "--check-invariants",
+            help="Check what must hold (docs/reliability.md); a recipe with faults does so anyway.",
+        ),
+    ] = False,
+    strict: Strict = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate one recipe."""
+    loaded = load_recipe(recipe, parse_settings(settings or []))
+    if check_invariants and loaded.faults is None:
+        loaded = loaded.with_faults(FaultsConfig())
+    with terminal.running() as (progress, _):
+        result = experiment.simulate(
+            loaded,
+            processes=processes,
+            checkpoint_every=checkpoint_every,
+            strict=strict,
+            out=out,
+            progress=progress,
+        )
+    _show_one(result, loaded, as_json=as_json)
+
+
+def resume(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A run directory, or a folder that holds some.")
+    ],
+    processes: Processes = None,
+    checkpoint_every: CheckpointEvery = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Of live runs: see `archipel launch`.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Of live runs: see `archipel launch`.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Go on with runs that were stopped: simulated ones as if they had not been, to the bit; live
+    ones from their nodes' saves.
+
+    They are saved as often as before.
+    """
+    with terminal.running() as (progress, live_progress):
+        found = experiment.resume(
+            directory,
+            processes=processes,
+            checkpoint_every=checkpoint_every,
+            address=address,
+            insecure=insecure,
+            progress=progress,
+            live_progress=live_progress,
+        )
+    terminal.show(found, as_json=as_json)
+
+
+def launch(
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE.yaml", help="What to run: the same file that `archipel run` simulates."
+        ),
+    ],
+    settings: Set = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A running Ray cluster. Default: a private one, on this machine.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Join a cluster without token or encryption.")
+    ] = False,
+    strict: Strict = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the run directory and the report. Default: runs/launch-DATE."
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS|SECONDSs",
+            help=f"How often each node saves its part. Default: {experiment.SAVE_LIVE_EVERY}.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run one recipe for real: on this machine, or across the machines of a Ray cluster."""
+    loaded = load_recipe(recipe, parse_settings(settings or []))
+    with terminal.running() as (_, progress):
+        result = experiment.launch(
+            loaded,
+            address=address,
+            insecure=insecure,
+            strict=strict,
+            checkpoint_every=checkpoint_every,
+            out=out,
+            progress=progress,
+        )
+    _show_one(result, loaded, as_json=as_json)
+
+
+def report(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR…", help="Run directories, or folders that hold some."),
+    ],
+    target_loss: Annotated[
+        float | None, typer.Option(help="Default: the loss that the worst of the runs ends at.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.html and the plots. Default: the first DIR."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Table, plots and one HTML page from runs that were made before."""
+    experiment.check_target(target_loss)
+    found = [path for directory in directories for path in find(directory)]
+    if not found:
+        stopped = [str(directory) for directory in directories if rundir.unfinished(directory)]
+        hint = (
+            f"; what was stopped there goes on with `archipel resume {stopped[0]}`"
+            if stopped
+            else ""
+        )
+        raise UserError(
+            "no run directory (a folder with summary.json) in "
+            f"{', '.join(map(str, directories))}{hint}"
+        )
+    results = [load(path) for path in found]
+    terminal.show(experiment.compared(results, out or directories[0], target_loss), as_json=as_json)
+
+
+def _show_one(result: Result, recipe: Recipe, *, as_json: bool) -> None:
+    """One run and its report, which lies in the folder of its run directory."""
+    out, target = result.directory.parent, recipe.run.target_loss
+    terminal.show(experiment.compared([result], out, target), as_json=as_json)

@@ -1,0 +1,166 @@
+"""How the hosts of a live run are, as far as they have said.
+
+What belongs here: what hosts have said last, and what their silence means. What does not: asking
+them (`watch.py`), and what is done about those that are silent (`restarts.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from archipel.actor import NodeId
+from archipel.live.protocol import Status
+from archipel.run.census import Plan
+
+SHOWN = 8
+"""Most hosts that a message lists."""
+
+LATE_S = 5.0
+"""A host that has done nothing for so long is shown."""
+
+
+@dataclass(frozen=True)
+class Now:
+    """How a live run stands, for whoever shows it.
+
+    Attributes:
+        inner_steps: of the run so far.
+        planned: inner steps of the whole run.
+        time_s: since the start.
+        loss: mean of the workers' last training losses; None before the first.
+        tokens_per_s: since the start; None where nothing is trained.
+        idle: the part of its time in which each worker has not computed.
+        late: a host that is not there, or the one that has been silent longest, and what it does;
+            None: all have done something just now.
+    """
+
+    inner_steps: int
+    planned: int
+    time_s: float
+    loss: float | None
+    tokens_per_s: float | None
+    idle: dict[NodeId, float]
+    late: str | None
+
+
+@dataclass
+class Health:
+    """What hosts have said.
+
+    Attributes:
+        deadline_s: longest time without an answer, and without anything that happens.
+        statuses: the last word of each host that runs.
+        answered_s: when each host has answered last, or was started.
+        lost_s: when a host was lost last.
+    """
+
+    deadline_s: float
+    statuses: dict[NodeId, Status] = field(default_factory=dict)
+    answered_s: dict[NodeId, float] = field(default_factory=dict)
+    lost_s: float = 0.0
+
+    def hear(self, node: NodeId, status: Status, now_s: float) -> None:
+        """A host has answered."""
+        self.statuses[node] = status
+        self.answered_s[node] = now_s
+
+    def begin(self, node: NodeId, now_s: float) -> None:
+        """A host is being started, or begins to run, and has said nothing yet."""
+        self.answered_s[node] = now_s
+
+    def lose(self, node: NodeId, now_s: float) -> None:
+        """A host is lost."""
+        self.statuses.pop(node, None)
+        self.lost_s = now_s
+
+    def silence_s(self, node: NodeId, now_s: float) -> float:
+        """How long ago a host has answered."""
+        return now_s - self.answered_s[node]
+
+    def last_words(self, node: NodeId) -> str:
+        """What a host has said last, for the message of its death."""
+        status = self.statuses.get(node)
+        if status is None:
+            return "it had not said anything yet"
+        return (
+            f"last words, at {status.time_s:.1f} s: {status.doing}, {status.events:,} events so far"
+        )
+
+    def death(self, node: NodeId, who: str, now_s: float, error: Exception | None) -> str:
+        """A host has died of `error`, or, without one, fallen silent: `who` it is, its last words,
+        and the reason.
+        """
+        words = self.last_words(node)
+        if error is not None:
+            return f"{who} died; {words}; Ray says: {error}"
+        silence_s = self.silence_s(node, now_s)
+        return (
+            f"{who} has not answered for {silence_s:.0f} s (live.deadline_s = "
+            f"{self.deadline_s:g}); {words}"
+        )
+
+    def trained(self, nodes: Iterable[NodeId]) -> int:
+        """Inner steps that some hosts have counted together."""
+        return sum(self.statuses[node].trained for node in nodes)
+
+    def standstill(self, now_s: float, without_machine: Sequence[NodeId]) -> str | None:
+        """Who waits for what, if nothing has happened anywhere for too long; else None.
+
+        Args:
+            without_machine: lost hosts that wait for a machine of their region.
+        """
+        quiet_s = [status.quiet_s for status in self.statuses.values()]
+        if min(quiet_s, default=now_s - self.lost_s) <= self.deadline_s:
+            return None
+        doing = [f"{node} is lost, and {_no_machine(node)}" for node in without_machine]
+        doing += [f"{node} {status.doing}" for node, status in sorted(self.statuses.items())]
+        more = f" and {len(doing) - SHOWN} more" if len(doing) > SHOWN else ""
+        return (
+            f"nothing has happened for {self.deadline_s:g} s (live.deadline_s): "
+            f"{'; '.join(doing[:SHOWN])}{more}"
+        )
+
+    def report(
+        self,
+        inner_steps: int,
+        plan: Plan,
+        now_s: float,
+        workers: Sequence[NodeId],
+        *,
+        starting: Iterable[NodeId],
+        without_machine: Iterable[NodeId],
+    ) -> Now:
+        """How the run stands, which has come to `inner_steps`; see `Now`."""
+        assert plan.steps is not None
+        there = {node: self.statuses[node] for node in workers if node in self.statuses}
+        losses = [status.loss for status in there.values() if status.loss is not None]
+        per_step = plan.tokens_per_step
+        return Now(
+            inner_steps,
+            plan.steps,
+            now_s,
+            loss=float(np.mean(losses)) if losses else None,
+            tokens_per_s=None if per_step is None else inner_steps * per_step / now_s,
+            idle={
+                node: max(0.0, 1 - status.compute_s / status.time_s)
+                for node, status in there.items()
+            },
+            late=self._late(starting, without_machine),
+        )
+
+    def _late(self, starting: Iterable[NodeId], without_machine: Iterable[NodeId]) -> str | None:
+        for node in without_machine:
+            return f"{node}, and {_no_machine(node)}"
+        for node in starting:
+            return f"{node} is being started again"
+        if not self.statuses:
+            return None
+        quiet_s, node = max((status.quiet_s, node) for node, status in self.statuses.items())
+        return f"{node} {self.statuses[node].doing}" if quiet_s >= LATE_S else None
+
+
+def _no_machine(node: NodeId) -> str:
+    return f"no machine of region {node.region!r} is there"

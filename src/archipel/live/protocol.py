@@ -1,0 +1,225 @@
+"""What a host of a live run is told, and what it tells: plain data that travels between processes.
+
+What belongs here: the messages between a host and those who watch over it. What does not: mail
+between actors (`mail.py`), what a host does (`host.py`), who decides what (`watch.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from archipel.actor import Group, NodeId
+from archipel.run.metrics import Recorder
+from archipel.run.screening import ScreeningConfig
+from archipel.train.data import Shard
+from archipel.train.pipeline import Pipeline
+from archipel.train.replica import Run
+from archipel.train.task import NoTask, TaskConfig
+
+# What a host is told
+
+
+@dataclass(frozen=True)
+class SaveFolder:
+    """Where a host saves its part of the run.
+
+    Attributes:
+        path: the folder of this host alone.
+        recipe: the text of the run's recipe; a save of another run is refused by it.
+    """
+
+    path: Path
+    recipe: str
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who is there when a host begins a life.
+
+    Attributes:
+        life: how many lives this host has had before.
+        lives: the same for every other host that has had any.
+        gone: hosts that are lost now.
+        losses: how often any host has been lost so far.
+    """
+
+    life: int = 0
+    lives: Mapping[NodeId, int] = field(default_factory=dict)
+    gone: Group = ()
+    losses: int = 0
+
+
+Beginning = Literal["start", "restart", "resume"]
+"""How a host's process begins. `start`: with the run. `restart`: its process has died; it goes on
+from its last save if it has one. `resume`: with a run that was stopped and goes on; a server must
+have a save then.
+"""
+
+
+@dataclass(frozen=True)
+class HostSetup:
+    """What a host is told when it is made.
+
+    Attributes:
+        actor: pickled, since its class may lie in a file of the user's that the host has to import
+            first.
+        seed_rank: the actor's place among all actors; with the run's seed it seeds `Context.rng`.
+        task, run: what is trained, by those who train.
+        shard: this worker's data; None: this actor is no worker.
+        marks: counts of inner steps, rising, at which the actor's part of the model is kept
+            and evaluated; () where the actor holds no part.
+        step_time_s: the least time of an inner step, to act out a slower machine; 0: as fast as it
+            goes.
+        epoch: a number of this run that is on all its mail.
+        rank: this worker's place among the workers.
+        pipeline: how workers share the replicas' stages; None: each has a whole replica.
+        shards: the data of all replicas, for a stage.
+        processes: how many processes share this worker's replica.
+        deadline_s: longest wait for those with whom inner steps are taken.
+        parameters: leading entries of this node's vectors that are parameters.
+        screening: which updates are refused; None: none.
+        save_folder: where it saves its part; None: it saves nothing.
+        waits_for_release: a copy of the model is kept until the watch has said that it is not
+            needed.
+        begins: how this process begins.
+        membership: who is there.
+    """
+
+    actor: bytes
+    seed_rank: int
+    task: TaskConfig
+    run: Run
+    shard: Shard | None
+    marks: tuple[int, ...]
+    step_time_s: float
+    epoch: int
+    rank: int = 0
+    pipeline: Pipeline | None = None
+    shards: tuple[Shard, ...] = ()
+    processes: int = 1
+    deadline_s: float = 60.0
+    parameters: int = 0
+    screening: ScreeningConfig | None = None
+    save_folder: SaveFolder | None = None
+    waits_for_release: bool = False
+    begins: Beginning = "start"
+    membership: Membership = field(default_factory=Membership)
+
+    @property
+    def learns(self) -> bool:
+        """The run trains a model (its task is not `none`)."""
+        return not isinstance(self.task, NoTask)
+
+    @property
+    def trains(self) -> bool:
+        """This host is a worker that trains a model."""
+        return self.shard is not None and self.learns
+
+
+@dataclass(frozen=True)
+class News:
+    """From the watch to a host, about another one.
+
+    Attributes:
+        node: the other one.
+        life: None: it is lost. A number: it is there again, and this is how many lives it has had
+            before.
+    """
+
+    node: NodeId
+    life: int | None = None
+
+
+# What a host tells
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A host's part of the model as it was at one moment.
+
+    Attributes:
+        time_s: when that was, on the host's clock.
+        trained, absorbed, outer_steps: what the actor had counted; see `actor.Actor`.
+        evaluated: its loss has been computed, or there is none to compute.
+        loss: its validation loss; None where nothing is trained, or where this part is a stage.
+        failure: why its loss could not be computed; None: it could.
+    """
+
+    time_s: float
+    trained: int
+    absorbed: int
+    outer_steps: int
+    evaluated: bool = False
+    loss: float | None = None
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class BadLoss:
+    """A worker's training loss is not a finite number. The worker waits until it is told that it
+    begins a new life.
+
+    Attributes:
+        text: which worker, and which loss.
+        finished: the worker has finished inner steps since its last loss that was not finite.
+    """
+
+    text: str
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a host says about itself when it is asked.
+
+    Attributes:
+        time_s: on its clock.
+        events: messages handled and inner steps taken so far. If this stands still, the host does.
+        quiet_s: seconds since the last of these events; 0 while it evaluates the model.
+        trained: inner steps that its actor has counted; see `actor.Actor`.
+        compute_s: seconds spent on inner steps that have ended.
+        loss: mean of the last inner steps; None before the first.
+        doing: what it does or waits for.
+        holds: it holds a part of the model to take home.
+        saving: it writes its part to disk.
+        refused: how many updates of each sender it has refused.
+        messages, sent_bytes, slow_link_bytes: of the mail that has arrived here so far.
+        first_mark: number of the first of `marks`.
+        marks: those from that number on that it has reached.
+    """
+
+    time_s: float
+    events: int
+    quiet_s: float
+    trained: int
+    compute_s: float
+    loss: float | None
+    doing: str
+    holds: bool
+    saving: bool
+    refused: dict[NodeId, int]
+    messages: int
+    sent_bytes: float
+    slow_link_bytes: float
+    first_mark: int
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a host leaves when it has stopped.
+
+    Attributes:
+        recorder: what happened at this host.
+        local_updates: see `actor.Actor`.
+        integers: the integer buffers of its model, by name.
+    """
+
+    recorder: Recorder
+    local_updates: int
+    integers: dict[str, Tensor]

@@ -1,0 +1,403 @@
+"""What a run leaves, and the folders that it leaves it in.
+
+What belongs here: the files of a run directory, how one is made, kept from other processes, found
+and told from a finished one. What does not: running anything, and what a checkpoint holds
+(`checkpoint.py`).
+
+A run directory is whole or absent: each file is written under another name and then renamed, and
+`summary.json` comes last. A run's own directory is replaced by the next run of its name, so its
+lock is a file beside it, `.NAME.lock`. The operating system frees a lock when its process ends,
+however that happens, and the next one takes over a file that was left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+import archipel
+from archipel import checkpoint, outer
+from archipel.actor import NodeId, Vector
+from archipel.errors import UserError
+from archipel.recipe import Recipe
+from archipel.run.metrics import Recorder
+from archipel.train.task import Task
+from archipel.vector import Layout
+
+CHECKPOINTS = "checkpoint"
+"""The folder of a run directory that holds its checkpoints, until the run has ended."""
+LIVE = "live"
+"""The folder, in that one, in which each node of a live run has one of its own."""
+LEFT = {
+    "recipe.yaml",
+    "metrics.jsonl",
+    "trace.json",
+    "weights.safetensors",
+    "summary.json",
+    CHECKPOINTS,
+}
+"""What can be in a run directory."""
+INTERRUPTED = "interrupted"
+"""What a summary says under `stopped` if Ctrl-C did it."""
+
+# Folders, and who may use them
+
+
+def name_of(recipe: Recipe) -> str:
+    """The name of the recipe's run directory: its label and its seed."""
+    return f"{recipe.label}-seed{recipe.run.seed}"
+
+
+def dated(command: str) -> Path:
+    """A new, empty folder `runs/COMMAND-DATE-TIME` that no other process is given too."""
+    name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):  # of a command that started in this second
+            folder.mkdir(parents=True)
+            break
+    return folder
+
+
+@contextlib.contextmanager
+def claimed(out: Path, names: Sequence[str]) -> Iterator[None]:
+    """Make the folder `out` and keep the run directories `names` in it from all other processes
+    meanwhile; earlier runs of those names may be replaced. At the end `out` goes if it is empty.
+
+    Raises:
+        UserError: it cannot be made or written to; another process uses one of the names, or it is
+            taken by something that is not a run directory, or by a run that has not ended and
+            could.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}") from None
+    try:
+        with alone_in(*(out / name for name in names)):
+            for name in names:
+                _check_free(out, out / name)
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            out.rmdir()  # unless something is in it
+
+
+def _check_free(out: Path, taken: Path) -> None:
+    if taken.exists() and not is_run_directory(taken):
+        raise UserError(f"--out {out}: {taken} is there already and is not a run directory")
+    if checkpoints_of(taken) and not is_finished(taken):
+        raise UserError(
+            f"--out {out}: {taken} is a run that has not ended; `archipel resume {taken}` goes on "
+            "with it; to start anew, remove it or choose another --out"
+        )
+
+
+@contextlib.contextmanager
+def alone_in(*directories: Path) -> Iterator[None]:
+    """No other process uses these run directories meanwhile. They need not be there yet.
+
+    Raises:
+        UserError: another process does.
+    """
+    with contextlib.ExitStack() as held:
+        for directory in directories:
+            held.enter_context(_locked(directory))
+        yield
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    place = directory.resolve()
+    path = place.with_name(f".{place.name}.lock")
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # somebody has just removed the empty folder
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(
+                f"{directory} is in use: its run is going on in another process"
+            ) from None
+        except OSError:  # a file system without locks
+            break
+        if _is_open_as(descriptor, path):
+            break
+        # Its last owner removed the file after we had opened it: ours locks nobody out.
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the lock is free, so that it is our own
+        os.close(descriptor)
+
+
+def _is_open_as(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+# What is in a run directory
+
+
+def is_run_directory(directory: Path) -> bool:
+    """A run has left its summary in it, or has begun in it and nobody has put anything else
+    there.
+    """
+    names = (
+        {path.name.removeprefix(".") for path in directory.iterdir()}
+        if directory.is_dir()
+        else set()
+    )
+    return "summary.json" in names or ("recipe.yaml" in names and names <= LEFT)
+
+
+def is_live(directory: Path) -> bool:
+    """The run in a run directory has been launched, not simulated, and its nodes saved their parts
+    there.
+    """
+    return (directory / CHECKPOINTS / LIVE).is_dir()
+
+
+def is_finished(directory: Path) -> bool:
+    """A run directory's run has ended, and not by Ctrl-C; or it was a live one that nobody has
+    saved.
+    """
+    try:
+        summary = json.loads((directory / "summary.json").read_text())
+        return bool(
+            summary["stopped"] != INTERRUPTED
+            or (summary.get("clock") == "measured" and not is_live(directory))
+        )
+    except FileNotFoundError:
+        return False
+    except (ValueError, LookupError, TypeError):
+        return True  # by some other hand: not ours to go on with
+
+
+def unfinished(directory: Path) -> list[Path]:
+    """The run directories right in a folder whose runs have not ended, by name; or the folder
+    itself if it is one.
+    """
+    found = (
+        [directory]
+        if (directory / "recipe.yaml").is_file()
+        else sorted(p.parent for p in directory.glob("*/recipe.yaml"))
+    )
+    return [path for path in found if is_run_directory(path) and not is_finished(path)]
+
+
+def check_resumable(directory: Path, recipe: Recipe) -> None:
+    """Raise a `UserError` if `directory` has no checkpoint and its `recipe.yaml` is one that the
+    user wrote, not a run's.
+    """
+    if not checkpoints_of(directory) and recipe_text(directory) != recipe.to_yaml():
+        path = directory / "recipe.yaml"
+        raise UserError(
+            f"{path} is not as a run leaves it, so there is nothing to resume; `archipel run "
+            f"{path}` starts a run"
+        )
+
+
+def recipe_text(directory: Path) -> str:
+    """The recipe of a run directory, as it was written."""
+    return (directory / "recipe.yaml").read_text()
+
+
+def checkpoints_of(directory: Path) -> list[Path]:
+    """The checkpoints in a run directory, of a simulated run or a live one."""
+    folder = directory / CHECKPOINTS
+    return checkpoint.checkpoints(folder) or checkpoint.checkpoints(folder / LIVE)
+
+
+def remove_unbegun(directories: Iterable[Path]) -> None:
+    """Remove run directories that have neither a checkpoint nor a summary."""
+    for directory in directories:
+        if not (directory / "summary.json").is_file() and not checkpoints_of(directory):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def start(directory: Path, recipe: Recipe) -> None:
+    """Make a run directory that holds `recipe.yaml` alone; a run directory that was there before is
+    gone.
+
+    Raises:
+        UserError: there is something else.
+    """
+    if directory.exists():
+        if not is_run_directory(directory):
+            raise UserError(f"{directory} is there already and is not a run directory")
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    try:
+        with _replacing(directory / "recipe.yaml") as path:
+            path.write_text(recipe.to_yaml())
+    except OSError:
+        directory.rmdir()
+        raise
+
+
+# What a run leaves
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What an engine hands over when a run has ended, for its run directory.
+
+    Attributes:
+        time_s: on the engine's clock.
+        inner_steps: that have been trained; see `actor.Actor`.
+        absorbed_steps: those of them that are in the model to take home.
+        outer_steps, local_updates: see `actor.Actor`.
+        parts: those whose mean is the model to take home.
+        nodes: all of them.
+        recorder: what happened.
+        task, layout: what was trained, and where its weights lie in a vector; None if nothing was.
+        integers: the model's integer buffers by name.
+        real, modelled: what took place, and what formulas stand for.
+        clock: the engine's, `modelled` or `measured`.
+        processes: that took inner steps.
+        taken_home_bytes: of the model's parts on their way to the command, which are in no other
+            total; None where nothing travels.
+    """
+
+    time_s: float
+    inner_steps: int
+    absorbed_steps: int
+    outer_steps: int
+    local_updates: int
+    parts: Sequence[Vector]
+    nodes: Sequence[NodeId]
+    recorder: Recorder
+    task: Task | None
+    layout: Layout | None
+    integers: dict[str, Tensor]
+    real: str
+    modelled: str
+    clock: Literal["modelled", "measured"]
+    processes: int
+    taken_home_bytes: int | None = None
+
+
+def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
+    """What `summary.json` holds: the run in one object, with units in the names."""
+    recorder, task = ended.recorder, ended.task
+    workers = [worker.id for worker in recipe.topology.workers]
+    losses = [evaluation.loss for evaluation in recorder.evaluations if evaluation.loss is not None]
+    last = recorder.evaluations[-1] if losses else None
+    return {
+        "method": recipe.method,
+        "label": recipe.label,
+        "seed": recipe.run.seed,
+        "time_s": ended.time_s,
+        "inner_steps": ended.inner_steps,
+        "tokens": task and ended.inner_steps * task.tokens_per_step,
+        "absorbed_steps": ended.absorbed_steps,
+        "unreported_fraction": 1 - ended.absorbed_steps / ended.inner_steps
+        if ended.inner_steps
+        else None,
+        "outer_steps": ended.outer_steps or None,
+        "local_updates": ended.local_updates or None,
+        "messages": recorder.messages,
+        "sent_bytes": round(recorder.sent_bytes),
+        "slow_link_bytes": round(recorder.slow_link_bytes),
+        "taken_home_bytes": ended.taken_home_bytes,
+        "idle_fraction": recorder.idle_fraction(workers, ended.time_s),
+        "final_loss": losses[-1] if losses else None,
+        "best_loss": min(losses) if losses else None,
+        "replica_loss": last and last.replica_loss,
+        "replica_std": last and last.replica_std,
+        "stopped": stopped,
+        "refused_updates": {str(node): count for node, count in sorted(recorder.refused.items())},
+        "restarts": {str(node): count for node, count in sorted(recorder.restarted.items())},
+        "workers": len(workers),
+        "real": ended.real,
+        "modelled": ended.modelled,
+        "clock": ended.clock,
+        "settings": recipe.config.model_dump(mode="json")
+        | (recipe.pipeline.model_dump(mode="json") if recipe.pipeline.stages > 1 else {}),
+        "changed": {name: list(pair) for name, pair in recipe.changed().items()},
+        "loss_name": task and task.loss_name,
+        "entropy_rate": task and task.entropy_rate,
+        "wall_s": wall_s,
+        "processes": ended.processes,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.cuda.device_count()} "
+        "GPUs",
+        "versions": {
+            "archipel": archipel.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def leave(
+    directory: Path, recipe: Recipe, ended: Ended, stopped: str, wall_s: float
+) -> dict[str, Any]:
+    """Write what a run leaves into its directory: each file whole or not at all, and the summary
+    last.
+    """
+    summary, recorder = summarize(recipe, ended, stopped, wall_s), ended.recorder
+    with _replacing(directory / "metrics.jsonl") as path:
+        recorder.write_metrics(path)
+    with _replacing(directory / "trace.json") as path:
+        recorder.write_trace(path, ended.nodes, ended.time_s)
+    if ended.layout is not None:
+        model = ended.layout.state_dict(outer.mean(ended.parts), ended.integers)
+        weights = {
+            # One memory for each name, as the format wants it; a tied tensor has several names.
+            name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in model.items()
+        }
+        with _replacing(directory / "weights.safetensors") as path:
+            try:
+                save_file(weights, path)
+            except SafetensorError as error:
+                raise OSError(
+                    errno.EIO, str(error), str(directory / "weights.safetensors")
+                ) from None
+    with _replacing(directory / "summary.json") as path:
+        path.write_text(json.dumps(summary, indent=2) + "\n")
+    if stopped != INTERRUPTED:
+        checkpoint.flush(directory)
+        shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)  # the weights are there
+    return summary
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Another name to write a file under; when that is done and on disk, it takes the name `path`,
+    and an older file's place.
+    """
+    temporary = path.with_name(f".{path.name}")
+    try:
+        yield temporary
+        checkpoint.flush(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,380 @@
+"""From a recipe to a simulated run and what it leaves in its run directory.
+
+What belongs here: putting a simulator together, when it is saved, and how it goes on from a
+checkpoint. What does not: what the simulator does (`clock.py`), what a run directory looks like
+(`rundir.py`), several runs (`experiment.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from archipel import checkpoint, methods, rundir
+from archipel.assemble import build_actors, check_reachable, pipeline_of, planned_steps
+from archipel.checkpoint import Every
+from archipel.encoding import Surroundings
+from archipel.errors import Diverged, TrainingError, UserError
+from archipel.recipe import Recipe
+from archipel.run.census import Plan
+from archipel.run.invariants import Ledger
+from archipel.run.metrics import Recorder
+from archipel.rundir import CHECKPOINTS, INTERRUPTED, Ended
+from archipel.sim.clock import Simulator
+from archipel.sim.network import Network
+from archipel.sim.schedule import make_faults
+from archipel.sim.topology import Profile
+from archipel.train.cut import boundary_bytes, cut_of
+from archipel.train.pool import Pool
+from archipel.train.replica import Run
+from archipel.train.task import NoTask
+from archipel.train.trainer import NoTraining
+from archipel.vector import Layout
+
+Progress = Callable[[int, int, float], None]
+"""Told (inner steps so far, inner steps planned, seconds on the virtual clock) while a run goes
+on.
+"""
+
+
+@contextlib.contextmanager
+def open_pool(recipe: Recipe, processes: int | None) -> Iterator[Pool | None]:
+    """The pool for a recipe, and for all others with its task and workers; None if nothing is
+    trained.
+    """
+    threads = torch.get_num_threads()
+    if isinstance(recipe.task, NoTask):
+        yield None
+        return
+    with Pool(
+        recipe.task,
+        [worker.id for worker in recipe.topology.workers],
+        processes,
+        pipeline_of(recipe),
+    ) as pool:
+        if (
+            pool.task.autocast == torch.bfloat16
+            and "cpu" in pool.devices
+            and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        ):
+            warnings.warn(
+                "this CPU has no bf16 arithmetic and emulates it; precision fp32 is many times "
+                "faster",
+                stacklevel=2,
+            )
+        torch.set_num_threads(1)  # outer steps must not take the pool's cores
+        try:
+            yield pool
+        finally:
+            torch.set_num_threads(threads)
+
+
+def measure_profile(pool: Pool | None) -> Profile:
+    """The profile `measured`: the weights of this task, and the time of one of its inner steps on
+    this machine.
+
+    Raises:
+        UserError: nothing is trained, so there is nothing to measure.
+    """
+    if pool is None:
+        raise UserError("profile = 'measured': task none trains nothing that could be measured")
+    pool.begin(Run(1, len(pool.rank), 0))
+    pipeline = pool.pipeline
+    return Profile(
+        name="measured",
+        model_bytes=4 * pool.replica.layout.numel,
+        step_time_s=pool.measure_step_time_s(),
+        activation_bytes=boundary_bytes(pool.task, pipeline.stages, pipeline.micro_batches)
+        if pipeline
+        else 0,
+    )
+
+
+def simulate(
+    recipe: Recipe,
+    pool: Pool | None,
+    directory: Path,
+    progress: Progress = lambda *_: None,
+    *,
+    every: Every | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Run `recipe` on the virtual clock in the run directory `directory`; its summary, which is
+    also the last file written there.
+
+    A checkpoint is saved `every` so often and on Ctrl-C; then the directory also holds what
+    happened until then, and `KeyboardInterrupt` goes on. A second Ctrl-C does not wait for the
+    checkpoint. What fails leaves the directory with its checkpoints if it has any, and a run that
+    would fail again none at all.
+
+    Nobody else may use `directory` meanwhile, see `rundir.alone_in`.
+
+    Args:
+        resume: go on from the newest sound checkpoint in `directory`, if there are any.
+
+    Raises:
+        UserError: the recipe cannot run: an unreachable node, a loss that is not finite. None of
+            the checkpoints is sound.
+        TrainingError: see `Simulator.run` and `checkpoint.save`.
+    """
+    started = time.perf_counter()
+    check_reachable(recipe)
+    check_every(every, recipe)
+    recipe = replace(recipe, profile=recipe.profile or measure_profile(pool))
+    simulator = make_simulator(recipe, pool, progress)
+    if resume and checkpoint.checkpoints(directory / CHECKPOINTS):
+        started -= load_checkpoint(directory, recipe, simulator)
+    else:
+        rundir.start(directory, recipe)
+    # A bar that shows the start.
+    simulator.recorder.on_progress(simulator.inner_steps, simulator.now)
+    with interrupts() as interrupted:
+        try:
+            while True:
+                stopped = simulator.run(_when_to_save(every, simulator, interrupted))
+                if stopped is not None:
+                    break
+                try:
+                    save_checkpoint(
+                        directory, recipe, simulator, time.perf_counter() - started, every
+                    )
+                except (UserError, TrainingError) as error:
+                    if not interrupted():
+                        raise
+                    warnings.warn(f"{recipe.label}: {error}", stacklevel=2)
+                if interrupted():
+                    raise KeyboardInterrupt
+            summary = rundir.leave(
+                directory,
+                recipe,
+                ended(recipe, simulator, pool),
+                stopped,
+                time.perf_counter() - started,
+            )
+        except KeyboardInterrupt:
+            with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
+                simulator.state.evaluations.collect()  # those under way take a moment each
+            rundir.leave(
+                directory,
+                recipe,
+                ended(recipe, simulator, pool),
+                INTERRUPTED,
+                time.perf_counter() - started,
+            )
+            raise
+        except Exception as error:
+            if isinstance(error, UserError) or not checkpoint.checkpoints(directory / CHECKPOINTS):
+                shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, UserError):
+                raise type(error)(f"{recipe.label}: {error}") from None
+            raise
+    if interrupted():
+        raise KeyboardInterrupt
+    return summary
+
+
+def make_simulator(
+    recipe: Recipe, pool: Pool | None, progress: Progress = lambda *_: None
+) -> Simulator:
+    """A simulator that is ready to run `recipe`, which has a profile, from its start.
+
+    Raises:
+        UserError: the recipe cannot run.
+    """
+    assert recipe.profile is not None
+    tokens_per_step = pool.task.tokens_per_step if pool else None
+    steps, seed = planned_steps(recipe, tokens_per_step), recipe.run.seed
+    pipeline, theta, layouts = pipeline_of(recipe), torch.empty(0), list[Layout]()
+    if pool:
+        pool.begin(Run(steps, recipe.replicas, seed))
+        theta = pool.replica.first.clone()
+        layouts = [replica.layout for replica in pool.stages]
+    actors = build_actors(recipe, pipeline, theta, layouts)
+    if pool and pipeline:
+        pipeline = replace(
+            pipeline,
+            numels=tuple(layout.numel for layout in layouts),
+            parameters=tuple(layout.parameters for layout in layouts),
+            work=cut_of(pool.task, pipeline.stages, pipeline.micro_batches).work,
+            clips=pool.task.gradient_clip is not None,
+        )
+    nodes = [actor.me for actor in actors]
+    workers = recipe.topology.workers
+    faulty = recipe.faults is not None
+    return Simulator(
+        actors,
+        workers,
+        Network(recipe.topology, np.random.default_rng((seed, 0x2E7))),
+        recipe.profile,
+        pool or NoTraining(),
+        Recorder(on_progress=lambda trained, now: progress(min(trained, steps), steps, now)),
+        Plan(
+            steps,
+            recipe.run.seconds,
+            recipe.run.target_loss,
+            evaluate_every=max(1, steps // recipe.run.evaluations),
+            tokens_per_step=tokens_per_step,
+            stages=recipe.pipeline.stages,
+            strict=recipe.run.strict,
+        ),
+        numel=len(theta),
+        parameters=pool.replica.layout.parameters if pool else 0,
+        seed=seed,
+        pipeline=pipeline,
+        faults=make_faults(recipe.faults, recipe.topology, nodes, seed) if recipe.faults else None,
+        screening=recipe.screening(live=False),
+        observers=[Ledger(frozenset(worker.id for worker in workers))] if faulty else [],
+    )
+
+
+# Saving and going on
+
+
+def check_every(every: Every | None, recipe: Recipe) -> None:
+    """Raise a `UserError` if checkpoints are to be saved after so many tokens and nothing is
+    trained.
+    """
+    if every and every.tokens is not None and isinstance(recipe.task, NoTask):
+        raise UserError(
+            f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds on this "
+            "machine, such as 600s"
+        )
+
+
+def _when_to_save(
+    every: Every | None, simulator: Simulator, interrupted: Callable[[], bool]
+) -> Callable[[], bool]:
+    """Tells when the next checkpoint is due: on Ctrl-C, or the first of those `every` so often from
+    now on.
+    """
+    match every:
+        case Every(tokens=int(tokens)):
+            per_step = simulator.state.census.plan.tokens_per_step
+            assert per_step is not None
+            mark = (simulator.inner_steps * per_step // tokens + 1) * tokens
+            return lambda: interrupted() or simulator.inner_steps * per_step >= mark
+        case Every(seconds=float(seconds)):
+            end_s = time.monotonic() + seconds
+            return lambda: interrupted() or time.monotonic() >= end_s
+        case _:
+            return interrupted
+
+
+def save_checkpoint(
+    directory: Path, recipe: Recipe, simulator: Simulator, wall_s: float, every: Every | None = None
+) -> Path:
+    """Save a run between two of its events, in its run directory; where. It has taken `wall_s` so
+    far; `every` is noted.
+
+    Raises:
+        UserError, TrainingError: see `checkpoint.save`; and a process of the pool may have died.
+    """
+    trainer = (
+        simulator.engine.setting.trainer.state()
+    )  # first: it waits for all jobs, whose results are part of the simulator's state
+    state = {"trainer": trainer, "simulator": simulator.state, "wall_s": wall_s}
+    surroundings = _surroundings(recipe, simulator)
+    return checkpoint.save(
+        directory / CHECKPOINTS,
+        simulator.state.events,
+        state,
+        surroundings,
+        rundir.recipe_text(directory),
+        every,
+    )
+
+
+def load_checkpoint(directory: Path, recipe: Recipe, simulator: Simulator) -> float:
+    """Put a simulator that has not run where the newest sound checkpoint was saved; the seconds
+    that the run had taken.
+
+    Raises:
+        UserError: there is none.
+    """
+    state = checkpoint.load(
+        directory / CHECKPOINTS, _surroundings(recipe, simulator), rundir.recipe_text(directory)
+    )
+    simulator.engine.setting.trainer.restore(state["trainer"])
+    simulator.restore(state["simulator"])
+    return float(state["wall_s"])
+
+
+def _surroundings(recipe: Recipe, simulator: Simulator) -> Surroundings:
+    return Surroundings(simulator.fixed, [cast(ModuleType, methods.load(recipe.method))])
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Put Ctrl-C off, and tell whether it has been pressed. The second one is a `KeyboardInterrupt`
+    at once, as ever.
+    """
+    pressed = threading.Event()
+
+    def press(*_: object) -> None:
+        pressed.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    # Only the main thread may; and a program that has its own way with Ctrl-C keeps it.
+    usual = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if usual:
+        signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed.is_set
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
+    """What `simulator` hands over for the run directory, at its end or where it was stopped."""
+    profile, faults = recipe.profile, simulator.engine.setting.faults.faults
+    assert profile is not None
+    return Ended(
+        time_s=simulator.now,
+        inner_steps=simulator.inner_steps,
+        absorbed_steps=simulator.absorbed_steps,
+        outer_steps=simulator.holders()[0].outer_steps,
+        local_updates=sum(actor.local_updates for actor in simulator.actors.values()),
+        parts=simulator.parts(),
+        nodes=list(simulator.actors),
+        recorder=simulator.recorder,
+        task=pool.task if pool else None,
+        layout=pool.replica.layout if pool else None,
+        integers=pool.integers() if pool else {},
+        real=f"gradients of {pool.task.description}"
+        if pool
+        else "nothing: no gradients (task none)",
+        modelled=f"the clock: topology {recipe.topology.name}, profile {profile.name} "
+        f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step "
+        "at full speed)"
+        + in_stages(recipe)
+        + (f", {len(faults)} faults on purpose" if recipe.faults is not None else ""),
+        clock="modelled",
+        processes=len(pool.processes) if pool else 0,
+    )
+
+
+def in_stages(recipe: Recipe) -> str:
+    """What the model's stages add to the description of a run; empty without any."""
+    pipeline = recipe.pipeline
+    if pipeline.stages == 1:
+        return ""
+    return (
+        f", {recipe.replicas} replicas in {pipeline.stages} stages (GPipe's schedule, "
+        f"{pipeline.micro_batches} micro-batches)"
+    )

@@ -1,0 +1,98 @@
+"""A task is tried out before a run starts, so that its mistakes are told in one line, and at once.
+
+What belongs here: what can be found out with a few inner steps of a worker that is thrown away.
+What does not: what is seen without taking one (`task.py`), or what only a run shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from archipel.errors import UserError
+from archipel.train.batch import batch_of, check_loss, loss_of
+from archipel.train.data import Shard
+from archipel.train.replica import NonFiniteLoss, Replica
+from archipel.train.seeding import seed_step, seeds_kept
+from archipel.train.task import blaming
+
+
+def try_out(replica: Replica, shard: Shard) -> None:
+    """Train and evaluate a worker that is thrown away; any other can use `replica` afterwards.
+
+    Raises:
+        UserError: one of the task's functions fails or gives the wrong thing, its model cannot be
+            saved, or it does not do the same twice.
+    """
+    _check_saved(replica)
+    with seeds_kept(replica.device):
+        _check_functions(replica, shard)
+        try:
+            losses, once = _two_steps(replica, shard)
+            # On GPUs sums are in no certain order.
+            if replica.device.type == "cpu":
+                again, twice = _two_steps(replica, shard)
+                _check_equal(replica, losses[0] == again[0], torch.equal(_bits(once), _bits(twice)))
+        except NonFiniteLoss:  # a run judges that
+            pass
+
+
+def _check_functions(replica: Replica, shard: Shard) -> None:
+    """Call each of the task's functions once, and blame the one that fails."""
+    task, device = replica.task, replica.device
+    for where in (shard, replace(shard, split="valid")):
+        seed_step(shard.seed, shard, 0, device)
+        with blaming("task.batches"):
+            batch = batch_of(task, where, 0)
+        try:
+            with blaming("task.loss"):
+                loss = loss_of(task, replica.module, batch, device)
+        except UserError as error:
+            hint = " (`batches` has returned None)" if batch is None else ""
+            raise UserError(f"{error}{hint}") from error
+        check_loss(loss)
+
+
+def _two_steps(replica: Replica, shard: Shard) -> tuple[list[float], Tensor]:
+    """The losses and weights of a worker's first two steps."""
+    theta = replica.first.clone()
+    with blaming("task"):
+        losses = replica.train(replica.new_state(), theta, shard, 2, 0, 0)
+    return losses, theta
+
+
+def _check_equal(replica: Replica, losses: bool, weights: bool) -> None:
+    """`losses`: the first ones are equal, before any optimizer has done anything; `weights`: those
+    after both steps.
+    """
+    if losses and weights:
+        return
+    kind = type(replica.optimizer).__name__
+    who = f"task.optimizer: {kind} keeps" if losses else "task: its model, loss or batches keep"
+    raise UserError(
+        f"{who} something between steps that cannot be seen: a worker's first two inner steps, "
+        "taken twice, gave different results. Workers take turns, so keep numbers and tensors in "
+        "attributes of the optimizer and buffers of the model, draw from torch's, NumPy's or "
+        "Python's global random numbers, and make a batch of its shard and number alone"
+    )
+
+
+def _bits(vector: Tensor) -> Tensor:
+    return vector.view(torch.int32)
+
+
+def _check_saved(replica: Replica) -> None:
+    for name, tensor in replica.layout.kept.items():
+        try:
+            save({name: torch.empty(0, dtype=tensor.dtype)})
+            whole = tensor.layout == torch.strided
+        except (KeyError, ValueError):
+            whole = False
+        if not whole:
+            raise UserError(
+                f"task.model: {name!r} is {tensor.dtype} ({tensor.layout}), which "
+                "weights.safetensors cannot hold; register it with persistent=False"
+            )

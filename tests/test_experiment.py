@@ -1,0 +1,212 @@
+"""The Python interface: what `archipel.compare` and `archipel.simulate` take and give back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import archipel
+from archipel.errors import Diverged, UserError
+from archipel.recipe import Recipe, parse_recipe
+
+TASK = {"name": "synthetic", "layers": 1, "width": 16, "heads": 2, "sequence": 16}
+SMALL = {**TASK, "valid_sequences": 8}
+
+
+def test_a_comparison_has_a_record_for_each_run_and_a_report(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int, float]] = []
+    found = archipel.compare(
+        ["diloco", {"name": "halos", "accumulate": 4, "label": "often"}],
+        topology="two-regions",
+        task=SMALL,
+        steps=320,
+        seeds=2,
+        settings={"run.evaluations": 4, "diloco.inner_steps": 8},
+        processes=1,
+        out=tmp_path / "out",
+        progress=lambda *now: told.append(now),
+    )
+    records = found.to_dicts()
+    assert [(one["label"], one["method"], one["seed"]) for one in records] == [
+        ("diloco", "diloco", 0),
+        ("diloco", "diloco", 1),
+        ("often", "halos", 0),
+        ("often", "halos", 1),
+    ]
+    plain = (str, int, float, type(None))
+    assert all(isinstance(value, plain) for one in records for value in one.values())
+    assert [one.get("settings.accumulate") for one in records] == [None, None, 4, 4]
+    assert found.target_loss == max(one["final_loss"] for one in records)
+    assert {row["label"] for row in found.rows()} == {"diloco", "often"}
+    assert found.page == tmp_path / "out" / "report.html"
+    assert found.page.is_file()
+    assert found.diverged == []
+    assert found.results[0].directory.name == "diloco-seed0"
+    assert {name for name, *_ in told} == {result.directory.name for result in found.results}
+    assert ("often-seed1", 320, 320) in [now[:3] for now in told]
+
+
+def test_a_recipe_can_be_a_file_its_fields_or_an_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"method": "diloco", "task": "none", "run": {"steps": 1024}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(fields))
+    given: list[Any] = [tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml"), fields]
+    given.append(parse_recipe({**fields}))
+    monkeypatch.chdir(tmp_path)
+    results = [
+        archipel.simulate(one, settings={"diloco.inner_steps": 16}, out=f"out{i}")
+        for i, one in enumerate(given)
+    ]
+    assert [result.summary["outer_steps"] for result in results] == [4] * 4
+    texts = {(result.directory / "recipe.yaml").read_text() for result in results}
+    assert len(texts) == 1
+
+
+def test_an_object_is_run_as_it_is_where_nothing_is_changed(tmp_path: Path) -> None:
+    recipe = parse_recipe({"method": "halos", "task": "none", "run": {"steps": 500}})
+    assert isinstance(recipe, Recipe)
+    left = archipel.simulate(recipe, out=tmp_path).directory / "recipe.yaml"
+    assert left.read_text() == recipe.to_yaml()
+
+
+def test_a_run_without_a_folder_gets_one_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = {"method": "diloco", "task": "none", "run": {"steps": 512}}
+    folders = {archipel.simulate(fields).directory.parent for _ in range(2)}
+    assert len(folders) == 2
+    assert all(folder.parent == Path("runs") for folder in folders)
+
+
+def test_what_cannot_run_is_refused_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    split = {"regions": {"north": [1.0], "south": [1.0]}}
+    with pytest.raises(UserError, match=r"north/w0 cannot reach south/w0"):
+        archipel.compare("noloco", topology=split, task="none")
+    with pytest.raises(UserError, match=r"^method: `name` is required; methods: "):
+        archipel.compare([{"accumulate": 3}], task="none")
+    with pytest.raises(UserError, match=r"^--methods: halos is named twice$"):
+        archipel.compare(["halos", {"name": "halos", "accumulate": 3}], task="none")
+    with pytest.raises(UserError, match=r"^run\.tokens = 10: task none has no tokens; give steps$"):
+        archipel.simulate({"method": "halos", "task": "none", "run": {"tokens": 10}})
+    assert not list(tmp_path.rglob("*.yaml"))
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_runs_that_diverge_are_named_and_the_others_compared(tmp_path: Path) -> None:
+    (tmp_path / "wild.py").write_text(WILD)
+    wild = f"{tmp_path}/wild.py:make"
+    settings = {"diloco.outer_lr": 1e38, "diloco.inner_steps": 2}
+    common: dict[str, Any] = {
+        "topology": "two-regions",
+        "task": wild,
+        "steps": 160,
+        "settings": settings,
+        "processes": 1,
+        "strict": True,
+    }
+    found = archipel.compare("diloco,async_local_sgd", out=tmp_path / "a", **common)
+    assert [result.summary["label"] for result in found.results] == ["async_local_sgd"]
+    [line] = found.diverged
+    assert line.startswith("diloco: ")
+    assert line.endswith("(seed 0)")
+    with pytest.raises(Diverged, match=r"^diloco: .* \(seed 0\)$"):
+        archipel.compare("diloco", out=tmp_path / "b", **common)
+    assert not (tmp_path / "b").exists()
+
+
+WILD = """
+import torch
+from archipel import Task
+
+def make():
+    return Task(
+        model=lambda: torch.nn.Linear(8, 1),
+        loss=lambda model, batch: (model(batch) - 1).square().mean(),
+        batches=lambda shard, index: torch.ones(4, 8),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    )
+"""
+
+SCRIPT = """
+import torch
+import archipel
+
+def make():
+    return archipel.Task(
+        model=lambda: torch.nn.Linear(8, 1),
+        loss=lambda model, batch: (model(batch) - 1).square().mean(),
+        batches=lambda shard, index: torch.ones(4, 8),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    )
+
+GUARD
+    found = archipel.compare(
+        "diloco", task=__file__ + ":make", topology="two-regions", steps=64,
+        settings={"diloco.inner_steps": 4}, processes=2, out="out",
+    )
+    print(len(found.results))
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_script_compares_without_a_terminal_and_without_a_word(tmp_path: Path) -> None:
+    """A task of Python's own needs no guard: the pool's processes do not import the script."""
+    (tmp_path / "plain.py").write_text(
+        "import archipel\n"
+        f"found = archipel.compare('diloco', task={SMALL!r}, topology='two-regions', steps=64,\n"
+        "    settings={'diloco.inner_steps': 4}, processes=2, out='out')\n"
+        "print(len(found.results))\n"
+    )
+    done = run_script(tmp_path / "plain.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+@pytest.mark.slow
+def test_a_script_that_is_its_own_tasks_file_is_told_to_guard_the_call(tmp_path: Path) -> None:
+    """Else it would start itself again and again."""
+    (tmp_path / "guarded.py").write_text(SCRIPT.replace("GUARD", 'if __name__ == "__main__":'))
+    (tmp_path / "bare.py").write_text(SCRIPT.replace("GUARD", "if True:"))
+    done = run_script(tmp_path / "guarded.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+    done = run_script(tmp_path / "bare.py")
+    assert done.stderr.splitlines()[-1] == (
+        f"archipel.errors.UserError: {tmp_path}/bare.py: archipel.compare() is called while this "
+        'file is imported for what it defines; put the call under `if __name__ == "__main__":`'
+    )
+
+
+def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", path], cwd=path.parent, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_importing_archipel_imports_neither_ray_nor_matplotlib() -> None:
+    code = "import archipel, sys; print({'ray', 'matplotlib', 'rich', 'typer'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+    assert set(archipel.__all__) <= set(dir(archipel)) | {
+        "Comparison",
+        "Result",
+        "compare",
+        "launch",
+        "resume",
+        "simulate",
+    }
+    assert all(getattr(archipel, name) is not None for name in archipel.__all__)
+
+
+def test_a_misspelt_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'archipel' has no attribute 'compaer'$"):
+        archipel.compaer  # noqa: B018
