@@ -41,6 +41,7 @@ from archipel.live.mail import Envelope, Inbox, contents
 from archipel.live.protocol import HostSetup, Membership, News, Record, SaveFolder
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
+from archipel.run import wire
 from archipel.run.screening import ScreeningConfig
 from archipel.train.data import Shard
 from archipel.train.inner_steps import Solo
@@ -229,10 +230,10 @@ def test_synchronous_methods_end_with_the_simulators_weights(
     method: str, tmp_path: Path, pools: Callable[[Recipe], Pool | None]
 ) -> None:
     """Bit for bit, at every mark: what these methods compute depends on no clock."""
-    live = pytest.importorskip("archipel.live.launch")
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
     chosen = recipe(method)
     assert chosen.profile
-    marks = live.rehearse(chosen, chosen.profile, 200)
+    marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     fleet, replica = fleet_of(chosen, marks)
     fleet.run()
     summary = simulation.simulate(chosen, pools(chosen), tmp_path / "run")
@@ -251,11 +252,27 @@ def test_synchronous_methods_end_with_the_simulators_weights(
 
 
 @pytest.mark.parametrize("method", methods.names())
+def test_a_message_weighs_the_bytes_that_really_travel(method: str) -> None:
+    """What the simulator counts by, held against the pickled envelopes of real training."""
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
+    chosen = recipe(method, steps=100)
+    assert chosen.profile
+    fleet, replica = fleet_of(chosen, rehearsal.rehearse(chosen, chosen.profile, 100))
+    fleet.run()
+    assert fleet.delivered
+    numel = replica.layout.numel
+    for _, envelope in fleet.delivered:
+        size_bytes = wire.weight(envelope.open(), numel) * wire.BYTES_PER_ENTRY * numel
+        assert size_bytes == envelope.size_bytes
+        assert size_bytes <= len(pickle.dumps(envelope)) < size_bytes + 2000
+
+
+@pytest.mark.parametrize("method", methods.names())
 def test_every_method_comes_to_its_last_mark(method: str) -> None:
-    live = pytest.importorskip("archipel.live.launch")
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
     chosen = recipe(method, task="none")
     assert chosen.profile
-    marks = live.rehearse(chosen, chosen.profile, 200)
+    marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     workers = chosen.topology.workers
     fleet, ranks = Fleet(), {worker.id: i for i, worker in enumerate(workers)}
     for actor in methods.load(method).build(chosen.config, World(workers, 0, 0), torch.empty(0)):

@@ -26,6 +26,7 @@ from archipel.recipe import Recipe, parse_recipe
 from archipel.train.pool import Pool
 
 live = pytest.importorskip("archipel.live.launch")
+rehearsal = pytest.importorskip("archipel.live.rehearsal")
 cluster = pytest.importorskip("archipel.live.cluster")
 
 SETTINGS = {
@@ -76,6 +77,16 @@ def ray() -> Iterator[None]:
         yield
 
 
+ONE: dict[str, Any] = {"topology": {"regions": {"east": [1.0]}}}
+TWO: dict[str, Any] = {
+    "topology": {
+        "regions": {"east": [1.0], "west": [0.5]},
+        "default": {"bandwidth_gbit_s": 1.0},
+    }
+}
+"""For what needs no more hosts: each takes seconds to start."""
+
+
 def evaluations(directory: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == "eval"]
@@ -102,7 +113,7 @@ def processes(name: str) -> set[int]:
 
 def test_a_rehearsal_says_what_each_holder_absorbs_until_each_mark() -> None:
     chosen = recipe("noloco", method={"name": "noloco", "inner_steps": 10})
-    marks = live.rehearse(chosen, chosen.profile, 200)
+    marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     east, west = (
         [NodeId("east", f"w{i}") for i in range(2)],
         [NodeId("west", f"w{i}") for i in range(2)],
@@ -114,13 +125,13 @@ def test_a_rehearsal_says_what_each_holder_absorbs_until_each_mark() -> None:
 
 def test_a_method_with_one_model_ends_at_the_plan() -> None:
     chosen = recipe("halos")
-    assert live.rehearse(chosen, chosen.profile, 200)[-1] == {NodeId("east", "global"): 200}
+    assert rehearsal.rehearse(chosen, chosen.profile, 200)[-1] == {NodeId("east", "global"): 200}
 
 
 def test_a_method_that_would_never_end_is_refused_before_anything_starts() -> None:
     chosen = recipe("halos", method={"name": "halos", "accumulate": 10**6})
     with pytest.raises(UserError, match="outer steps come too seldom"):
-        live.rehearse(chosen, chosen.profile, 200)
+        rehearsal.rehearse(chosen, chosen.profile, 200)
 
 
 # Places
@@ -195,6 +206,7 @@ def test_synchronous_methods_take_home_the_simulators_weights(
     for key, rel in (("loss", 1e-5), ("replica_std", 1e-4)):
         assert here[key] == (there[key] and pytest.approx(there[key], rel=rel))
     holders = 4 if method == "noloco" else 1
+    # A tied tensor has two names in the file, and travels once.
     assert summary["taken_home_bytes"] == 4 * pool.replica.layout.numel * holders
     assert {path.name for path in (tmp_path / "live").iterdir()} == {
         path.name for path in (tmp_path / "simulated").iterdir()
@@ -361,18 +373,25 @@ def test_a_task_that_fails_is_named_with_its_place(ray: None, tmp_path: Path) ->
         TrainingError,
         match=r"^worker \w+/w\d: the task failed at .*mytask.py:13: ValueError: no more data$",
     ):
-        live.launch(recipe("diloco", task=f"{tmp_path}/mytask.py:make"), tmp_path / "run")
+        live.launch(recipe("diloco", task=f"{tmp_path}/mytask.py:make", **ONE), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loss_that_is_not_finite_names_the_worker(ray: None, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:worker")
+def test_a_loss_that_is_not_finite_three_times_in_a_row_ends_the_run(
+    ray: None, tmp_path: Path
+) -> None:
     with pytest.raises(
         Diverged,
-        match=r"^diloco: worker \w+/w\d: the training loss is \w+ at its inner step \d+, after",
+        match=r"^diloco: worker \w+/w0: the training loss is \w+ at its inner step \d+, after "
+        r"[\d.]+ s, 3 times in a row; try a lower learning rate$",
     ):
         live.launch(
             recipe(
-                "diloco", task={**TASK, "lr": 1e30, "gradient_clip": None}, live={"max_restarts": 0}
+                "diloco",
+                task={**TASK, "lr": 1e30, "gradient_clip": None},
+                live={"max_restarts": 0},
+                **TWO,
             ),
             tmp_path / "run",
         )
@@ -452,7 +471,12 @@ def test_a_host_that_dies_or_falls_silent_is_named(
     try:
         with pytest.raises(TrainingError, match=said):
             live.launch(
-                recipe("diloco", run={"steps": 10**5}, live={"deadline_s": 3.0, "max_restarts": 0}),
+                recipe(
+                    "diloco",
+                    run={"steps": 10**5},
+                    live={"deadline_s": 3.0, "max_restarts": 0},
+                    **TWO,
+                ),
                 tmp_path / "run",
                 progress=strike,
             )
@@ -531,46 +555,43 @@ def loss(model, batch):
 """
 
 
-def test_a_worker_whose_loss_is_not_finite_is_started_again_and_named(
+def test_a_worker_whose_loss_is_not_finite_keeps_its_process_and_is_named(
     ray: None, tmp_path: Path
 ) -> None:
-    """It goes on behind the bad batch, which it would else meet again and again."""
+    """It goes on behind the bad batch, which it would else meet again and again. No process is
+    started again, nor may be here.
+    """
     (tmp_path / "once.py").write_text(BAD_BATCH)
     chosen = recipe(
         "async_local_sgd",
         task=f"{tmp_path}/once.py:make",
-        run={"steps": 3000},
-        live={"pace": "profile"},
+        run={"steps": 1000},
+        live={"pace": "profile", "max_restarts": 0},
         profile=QUICK,
+        topology={"regions": {"east": [1.0, 1.0]}},
     )
     with pytest.warns(
         UserWarning,
-        match=r"^worker east/w1: the training loss is nan at its inner step 13, .*; it is started "
-        r"again",
+        match=r"^worker east/w1: the training loss is nan at its inner step 13, after [\d.]+ s; it "
+        r"is restarted from the newest model$",
     ):
         summary = live.launch(chosen, tmp_path / "run")
     assert summary["restarts"] == {"east/w1": 1}
-    assert summary["inner_steps"] >= 3000
-    strict = recipe(
-        "async_local_sgd", task=f"{tmp_path}/once.py:make", run={"steps": 3000, "strict": True}
-    )
-    with pytest.raises(
-        Diverged,
-        match=r"^async_local_sgd: worker east/w1: the training loss is nan at its inner step 13",
-    ):
-        live.launch(strict, tmp_path / "strict")
-    assert not (tmp_path / "strict").exists()
+    assert summary["inner_steps"] >= 1000
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line["steps"] for line in lines if line.get("node") == "east/w1"]
+    assert sum(steps) > 100  # it has trained on
 
 
 def test_seconds_and_a_target_loss_end_a_run(ray: None, tmp_path: Path) -> None:
     summary = live.launch(
-        recipe("noloco", run={"steps": 10**5, "seconds": 2.0}), tmp_path / "seconds"
+        recipe("noloco", run={"steps": 10**5, "seconds": 2.0}, **TWO), tmp_path / "seconds"
     )
     assert summary["stopped"] == "seconds"
     assert 2.0 <= summary["time_s"] < 3.0
     assert 0 < summary["inner_steps"] < 10**5
     summary = live.launch(
-        recipe("diloco", run={"steps": 10**5, "evaluations": 500, "target_loss": 4.0}),
+        recipe("diloco", run={"steps": 10**5, "evaluations": 500, "target_loss": 4.0}, **TWO),
         tmp_path / "target",
     )
     assert summary["stopped"] == "target_loss"

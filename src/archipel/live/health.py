@@ -89,6 +89,19 @@ class Health:
             f"last words, at {status.time_s:.1f} s: {status.doing}, {status.events:,} events so far"
         )
 
+    def death(self, node: NodeId, who: str, now_s: float, error: Exception | None) -> str:
+        """A host has died of `error`, or, without one, fallen silent: `who` it is, its last words,
+        and the reason.
+        """
+        words = self.last_words(node)
+        if error is not None:
+            return f"{who} died; {words}; Ray says: {error}"
+        silence_s = self.silence_s(node, now_s)
+        return (
+            f"{who} has not answered for {silence_s:.0f} s (live.deadline_s = "
+            f"{self.deadline_s:g}); {words}"
+        )
+
     def trained(self, nodes: Iterable[NodeId]) -> int:
         """Inner steps that some hosts have counted together."""
         return sum(self.statuses[node].trained for node in nodes)
@@ -103,7 +116,7 @@ class Health:
         if min(quiet_s, default=now_s - self.lost_s) <= self.deadline_s:
             return None
         doing = [f"{node} is lost, and {_no_machine(node)}" for node in without_machine]
-        doing += [f"{node} {status.doing}" for node, status in self.statuses.items()]
+        doing += [f"{node} {status.doing}" for node, status in sorted(self.statuses.items())]
         more = f" and {len(doing) - SHOWN} more" if len(doing) > SHOWN else ""
         return (
             f"nothing has happened for {self.deadline_s:g} s (live.deadline_s): "

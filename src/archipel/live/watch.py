@@ -171,17 +171,16 @@ class Watch:
     # Marks
 
     def mark_now(self) -> None:
-        """Have the model evaluated, and taken home, as it is at this moment; as it was last if
-        nobody holds it now.
+        """Have the model evaluated and taken home as it is now; as it was last if nobody holds it.
 
         Raises:
             TrainingError: a holder does not answer.
         """
         self.course.begin_reached()
         asked = self.course.holders(self.restarts.gone)
+        marks: dict[NodeId, int] = {}
         for node in set(asked) - self.fleet.waiting("mark"):
             self.fleet.call(node, "mark")
-        marks: dict[NodeId, int] = {}
         for reply in self.fleet.replies(self.deadline_s, "mark", everything=True):
             match reply.value:
                 case (int() as number, Mark() as mark):
@@ -301,15 +300,8 @@ class Watch:
         return [node for node in running if self.health.silence_s(node, now) > self.deadline_s]
 
     def death(self, node: NodeId, error: Died | None) -> str:
-        """Who has died or fallen silent, its last words, and what Ray says."""
-        who, words = self.fleet.describe(node), self.health.last_words(node)
-        if error is not None:
-            return f"{who} died; {words}; Ray says: {error}"
-        silence_s = self.health.silence_s(node, self.now)
-        return (
-            f"{who} has not answered for {silence_s:.0f} s (live.deadline_s = "
-            f"{self.deadline_s:g}); {words}"
-        )
+        """Who has died, or, without an `error`, fallen silent; and its last words."""
+        return self.health.death(node, self.fleet.describe(node), self.now, error)
 
     # Saving
 

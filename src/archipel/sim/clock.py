@@ -14,7 +14,7 @@ same time.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from archipel.run.observer import Look, Observer
 from archipel.run.screening import Screen, ScreeningConfig
 from archipel.sim import stages
 from archipel.sim.collectives import Collectives
+from archipel.sim.deadlock import who_waits
 from archipel.sim.engine import Engine, Setting, State
 from archipel.sim.events import Deliver, Drain, Event, Finish, Notice, PassEnd, Save, Tally
 from archipel.sim.links import Links, under_way
@@ -101,15 +102,7 @@ class Simulator:
             peers=peers_of(actors),
             rank=rank,
         )
-        nodes = {
-            actor.me: Node(
-                actor,
-                parameters=pipeline.parameters_of(actor.me) if pipeline else parameters,
-                numel=pipeline.numel_of(actor.me) if pipeline else numel,
-                screen=Screen(screening) if screening else None,
-            )
-            for actor in actors
-        }
+        nodes = _nodes(actors, pipeline, numel, parameters, screening)
         absent = dict.fromkeys(setting.faults.absent, 0.0)
         fault_rng = np.random.default_rng((seed, setting.faults.seed, 0xFA17))
         teams = Teams(pipeline, network, profile, setting.step_time_s, seed) if pipeline else None
@@ -218,7 +211,7 @@ class Simulator:
                 reason = self._evaluate_at_marks()
                 continue
             if not heap:
-                self._raise_stuck()
+                self._raise_deadlock()
             if seconds is not None and heap[0][0] > seconds:
                 state.now, reason = seconds, "seconds"
                 break
@@ -333,59 +326,49 @@ class Simulator:
 
     def _inspect(self) -> None:
         if self.state.observers:
-            look = self._look()
+            look = _look(self.engine)
             for observer in self.state.observers:
                 observer.inspects(look)
 
-    def _look(self) -> Look:
-        state, setting = self.state, self.engine.setting
-        steps_s = setting.step_time_s.values()
-        in_flight = under_way(state.heap, state.links)
-        return Look(
-            now=state.now,
-            sent_bytes=self.recorder.sent_bytes,
-            in_flight_bytes=sum(deliver.size_bytes for deliver in in_flight),
-            workers=[node for node in setting.step_time_s if node not in state.outages.down],
-            excused=state.outages.excused(setting.step_time_s),
-            quiet_since_s=setting.faults.quiet_since_s(state.now),
-            lag_s=setting.faults.apart_s * max(steps_s) / min(steps_s),
-        )
-
-    # When nothing can happen any more
-
-    def _raise_stuck(self) -> None:
-        waits = _first(self._waits(), 8)
+    def _raise_deadlock(self) -> None:
+        """Nothing can happen any more."""
+        waits = who_waits(self.state)
         text = f"deadlock at {self.now:.6g} s after {self.inner_steps} inner steps: {waits}"
-        look = self._look()
+        look = _look(self.engine)
         for observer in self.state.observers:
             observer.stuck(look, text)
         raise TrainingError(text)
 
-    def _waits(self) -> Iterator[str]:
-        """Who waits for what, one line each; those in teams and collectives first."""
-        state, named = self.state, set[NodeId]()
-        for requests in state.teams.waiting.values() if state.teams else ():
-            for node in requests:
-                named.add(node)
-                yield f"{node} waits for the other stages of its pipeline to train"
-        waiting = state.collectives.waiting
-        for node, call in waiting.items():
-            named.add(node)
-            missing = [
-                str(other)
-                for other in call.group
-                if other not in waiting or waiting[other].round != call.round
-            ]
-            yield f"{node} waits in an all-reduce of {len(call.group)} for {_first(missing, 4)}"
-        for me, actor in self.actors.items():
-            if me in state.outages.down:
-                yield f"{me} is lost"
-            elif me not in named:
-                yield f"{me} waits for {actor.waits_for()}"
+
+def _look(engine: Engine) -> Look:
+    state, setting = engine.state, engine.setting
+    steps_s, down = setting.step_time_s.values(), state.outages.down
+    in_flight = under_way(state.heap, state.links)
+    return Look(
+        now=state.now,
+        sent_bytes=state.recorder.sent_bytes,
+        in_flight_bytes=sum(deliver.size_bytes for deliver in in_flight),
+        workers=[node for node in setting.step_time_s if node not in down],
+        excused=state.outages.excused(setting.step_time_s),
+        quiet_since_s=setting.faults.quiet_since_s(state.now),
+        lag_s=setting.faults.apart_s * max(steps_s) / min(steps_s),
+    )
 
 
-def _first(texts: Iterator[str] | list[str], count: int) -> str:
-    """The first `count` of `texts`, and how many more there are."""
-    everything = list(texts)
-    more = f" and {len(everything) - count} more" if len(everything) > count else ""
-    return ", ".join(everything[:count]) + more
+def _nodes(
+    actors: Sequence[Actor],
+    pipeline: Pipeline | None,
+    numel: int,
+    parameters: int,
+    screening: ScreeningConfig | None,
+) -> dict[NodeId, Node]:
+    """What is kept beside each actor."""
+    return {
+        actor.me: Node(
+            actor,
+            parameters=pipeline.parameters_of(actor.me) if pipeline else parameters,
+            numel=pipeline.numel_of(actor.me) if pipeline else numel,
+            screen=Screen(screening) if screening else None,
+        )
+        for actor in actors
+    }

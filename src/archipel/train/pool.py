@@ -87,9 +87,56 @@ class WorkerState:
 
 @dataclass
 class Process:
+    """A pool process, and the job that it computes; None: it waits for one."""
+
     popen: subprocess.Popen[bytes]
     connection: Connection
     job: Job | None = None
+
+    @staticmethod
+    def start(memory: int) -> Process:
+        """Start one that shares the memory with this descriptor."""
+        here, there = Pipe()
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        # The folder of a user's file comes first only once that file is imported: not before torch.
+        path = [folder for folder in sys.path if folder and folder not in pyfile.folders]
+        program = "from archipel.train.pool_process import main; main()"
+        popen = subprocess.Popen(
+            [sys.executable, "-c", program, str(there.fileno()), str(memory)],
+            pass_fds=(there.fileno(), memory),
+            env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(path)},
+            stdin=subprocess.DEVNULL,
+        )
+        there.close()
+        return Process(popen, here)
+
+    def send(self, what: Setup | tuple[str, tuple[Any, ...]]) -> None:
+        """Send a set-up or a job.
+
+        Raises:
+            TrainingError: the process has died.
+        """
+        try:
+            self.connection.send(what)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._death() from None
+
+    def receive(self) -> tuple[Any, tuple[str, str] | None]:
+        """What its job has come to: losses, or why it failed.
+
+        Raises:
+            TrainingError: the process has died.
+        """
+        try:
+            losses, failure = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._death() from None
+        return losses, failure
+
+    def _death(self) -> TrainingError:
+        code = self.popen.wait()
+        hint = "; the machine may be out of memory" if code == -signal.SIGKILL else ""
+        return TrainingError(f"a pool process died (exit code {code}){hint}")
 
 
 class Pool:
@@ -138,7 +185,7 @@ class Pool:
         self.devices = [
             f"cuda:{i % gpus}" if gpus else "cpu" for i in range(processes or gpus or _cores())
         ]
-        self.processes = [_start(self.memory) for _ in self.devices]
+        self.processes = [Process.start(self.memory) for _ in self.devices]
 
     def begin(self, run: Run) -> None:
         """Make everything ready for a run: fresh workers, and initial weights from its seed.
@@ -150,11 +197,11 @@ class Pool:
         while any(process.job for process in self.processes):
             self._step(block=True)
         self.free = list(range(len(self.evaluations)))
-        readers = self.pipeline.nodes[0] if self.pipeline else tuple(self.rank)
+        readers = self.pipeline.nodes[0] if self.pipeline else self.rank
         shards = shards_of([worker.region for worker in readers], run.seed)
         for process, device in zip(self.processes, self.devices, strict=True):
             setup = Setup(self.config, run, shards, self.pipeline, self.specs, device)
-            _send(process, setup)
+            process.send(setup)
         self._make_replicas(run)  # while the processes make theirs
         for worker, rank in self.rank.items():
             self._stage_of(worker).reset(self.workers[rank].state)
@@ -262,8 +309,10 @@ class Pool:
                 return Gradient(self._taken(rank), losses[0])
             case "apply", (rank, _):
                 return Trained(self._taken(rank), 1, ())
-            case (("evaluate" | "measure" | "try"), _):
+            case (("evaluate" | "measure"), _):
                 return losses[0]
+            case "try", _:
+                return None
             case _:
                 raise AssertionError(job.what)
 
@@ -376,56 +425,18 @@ class Pool:
         for process in self.processes:
             if process.job is None and self.waiting:
                 process.job = heapq.heappop(self.waiting)[2]
-                _send(process, (process.job.what, process.job.arguments))
+                process.send((process.job.what, process.job.arguments))
 
     def _take_in(self, process: Process) -> None:
         job = process.job
         assert job is not None
-        try:
-            losses, failure = process.connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise _death(process) from None
+        losses, failure = process.receive()
         if failure is not None and job.what in ("train", "gradient", "apply"):
             kind, message = failure
             failure = kind, f"worker {list(self.rank)[job.arguments[0]]}: {message}"
         job.losses, job.failure, process.job = losses, failure, None
         if job.what == "evaluate":
             self.free.append(job.arguments[0])
-
-
-def _start(memory: int) -> Process:
-    """A process that shares the file `memory`."""
-    here, there = Pipe()
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    # The folder of a user's file comes first only once that file is imported: not before torch.
-    path = [folder for folder in sys.path if folder and folder not in pyfile.folders]
-    popen = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "from archipel.train.pool_process import main; main()",
-            str(there.fileno()),
-            str(memory),
-        ],
-        pass_fds=(there.fileno(), memory),
-        env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(path)},
-        stdin=subprocess.DEVNULL,
-    )
-    there.close()
-    return Process(popen, here)
-
-
-def _send(process: Process, what: Setup | tuple[str, tuple[Any, ...]]) -> None:
-    try:
-        process.connection.send(what)
-    except (BrokenPipeError, ConnectionResetError):
-        raise _death(process) from None
-
-
-def _death(process: Process) -> TrainingError:
-    code = process.popen.wait()
-    hint = "; the machine may be out of memory" if code == -signal.SIGKILL else ""
-    return TrainingError(f"a pool process died (exit code {code}){hint}")
 
 
 def _cores() -> int:
