@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from archipel import methods, simulation
@@ -213,6 +214,69 @@ def test_synchronous_methods_take_home_the_simulators_weights(
     }
     assert summary["modelled"] == ""
     assert summary["real"].endswith("; the clock and the bytes, measured on 1 machine")
+
+
+OWN_TASK = """
+import torch
+from archipel import Task
+from neighbour import Model
+
+def batches(shard, index):
+    seed = 10**9 + index if shard.split == "valid" else shard.index * 10**4 + index
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+    return x, x.sum(dim=1, keepdim=True)
+
+def make():
+    return Task(
+        Model,
+        lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+        batches,
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    )
+"""
+NEIGHBOUR = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+
+    def forward(self, x):
+        return self.out(self.norm(self.frozen(x))) + 0 * torch.softmax(self.mask, dim=-1).sum()
+"""
+
+
+@pytest.mark.parametrize("method", ["diloco", "halos"])
+def test_a_whole_model_of_the_users_is_taken_home_and_measuring_the_pace_moves_no_weight(
+    method: str, ray: None, tmp_path: Path
+) -> None:
+    """The task file imports a neighbour on the workers too; the mask is −inf to the bit."""
+    (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
+    (tmp_path / "task.py").write_text(OWN_TASK)
+    chosen = recipe(
+        method,
+        task=f"{tmp_path}/task.py:make",
+        profile="measured",
+        topology={"regions": {"east": [1.0, 1.0]}},
+        run={"steps": 64, "evaluations": 1},
+    )
+    live.launch(chosen, tmp_path / "live")
+    with simulation.open_pool(chosen, 1) as own:
+        assert own is not None
+        simulation.simulate(chosen, own, tmp_path / "simulated")
+        first = own.replica.module.state_dict()
+    here, there = (evaluations(tmp_path / name)[0] for name in ("live", "simulated"))
+    assert here["loss"] == pytest.approx(there["loss"], rel=1e-6)
+    for name in ("live", "simulated"):
+        weights = load_file(tmp_path / name / "weights.safetensors")
+        assert weights.keys() == first.keys()
+        for constant in ("frozen.weight", "frozen.bias", "mask"):
+            assert torch.equal(weights[constant], first[constant])
+        assert not torch.equal(weights["norm.running_mean"], torch.zeros(8))
 
 
 STAGES: dict[str, Any] = {
