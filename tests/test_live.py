@@ -261,6 +261,9 @@ def test_replicas_of_several_processes_take_home_the_simulators_weights(
     )
     assert ours.keys() == theirs.keys()
     for name in ours:
+        if chosen.pipeline.stages > 1:  # the same sums in the same order
+            np.testing.assert_array_equal(ours[name], theirs[name])
+            continue
         scale = float(theirs[name].abs().max())
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5 * scale)
     if chosen.pipeline.stages > 1 and method == "noloco":
