@@ -251,6 +251,27 @@ def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any, tmp_path: P
     assert "my-halos" in archipel("list", tmp_path / "my-halos.yaml").out
 
 
+def test_list_shows_faults_their_kinds_and_what_each_one_takes(archipel: Any) -> None:
+    assert "faults      slow, crash, leave, join, loss, " in archipel("list").out
+    section = " ".join(archipel("list", "faults").out.split())
+    assert "deadline_s 30.0 silence after which a node is taken for lost" in section
+    assert "random.crashes_per_hour 0.0 crashes of any server or worker, an hour" in section
+    assert "partition All links between these regions and the others are down." in section
+    crash = " ".join(archipel("list", "crash").out.split())
+    assert "at_s required when it begins" in crash
+    assert "restart_after_s None time until it is back; null: it never is" in crash
+
+
+def test_many_workers_and_few_steps_are_one_round(archipel: Any, tmp_path: Path) -> None:
+    """A plan that is over before the first round is still one that can be compared."""
+    arguments = ("--task", "none", "--steps", 64, "--methods", "sync_sgd", "--out", tmp_path)
+    answer = archipel("compare", "--topology", "internet-1000", *arguments, "--json")
+    assert answer.code == 0, answer.err
+    [run] = json.loads(answer.out)["runs"]
+    assert run["inner_steps"] == 1000
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_the_theory_of_noloco(archipel: Any) -> None:
     unstable = archipel("theory", "noloco", "--alpha", 0.9, "--beta", 0.7, "--gamma", 0.7).out
     assert unstable.startswith(

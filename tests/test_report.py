@@ -146,9 +146,12 @@ def test_time_to_target_is_read_off_the_line_between_two_evaluations(tmp_path: P
     assert report.time_to_target_s(run, None) is None
 
 
+HUNDREDTHS = st.integers(50, 500).map(lambda n: n / 100)  # no line is flat by rounding
+
+
 @given(
-    losses=st.lists(st.floats(0.5, 5.0), min_size=2, max_size=8),
-    target=st.floats(0.5, 5.0),
+    losses=st.lists(HUNDREDTHS, min_size=2, max_size=8),
+    target=HUNDREDTHS,
     every_s=st.floats(0.1, 100.0),
 )
 def test_the_time_to_target_is_where_the_drawn_line_meets_it(
@@ -489,6 +492,19 @@ def test_a_run_without_trace_is_named(tmp_path: Path) -> None:
 def test_a_run_of_one_evaluation_can_be_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "run", [3.0], time_s=1.0)
     assert report.write([run], tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("losses", [[3.0, None, None, 2.0], [None, None, 2.0], [3.0, None]])
+def test_a_run_whose_loss_is_known_at_some_evaluations_only_is_shown(
+    losses: list[float | None], tmp_path: Path
+) -> None:
+    """Live NoLoCo makes the mean of its replicas once, at the end."""
+    run = write_run(tmp_path / "run", "run", losses, every_s=20.0, spread=0.1)
+    whole = write_run(tmp_path / "whole", "whole", [3.0, 2.5, 2.0])
+    page = report.write([run, whole], tmp_path / "out", 2.5)
+    assert "whole reaches the target loss" in page.read_text()
+    expected = {4: 30.0, 3: 40.0, 2: None}[len(losses)]
+    assert report.time_to_target_s(run, 2.5) == expected
 
 
 # Reading

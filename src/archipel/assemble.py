@@ -47,7 +47,9 @@ def build_actors(
         UserError: the method has nodes that are not workers (servers), so that it cannot run once a
             stage.
     """
-    method, workers, seed = methods.load(recipe.method), recipe.topology.workers, recipe.run.seed
+    method = methods.load(recipe.method)
+    workers = recipe.topology.workers
+    seed = recipe.run.seed
     if pipeline is None:
         return list(method.build(recipe.config, _world(workers, layouts[:1], seed), theta))
     actors: list[Actor] = []
@@ -93,11 +95,12 @@ def check_reachable(recipe: Recipe) -> None:
 
 def warn_of_divergence(recipe: Recipe) -> None:
     """Warn if NoLoCo's averaging strength lies outside the window in which its replicas stay
-    together (see `theory.py`).
+    together (see `theory/moments.py`).
 
     A network has flat directions, so the window is that of vanishing curvature.
     """
-    config, workers = recipe.config, recipe.replicas
+    config = recipe.config
+    workers = recipe.replicas
     if recipe.method != "noloco" or workers < 2:
         return
     alpha, beta, gamma, size = (

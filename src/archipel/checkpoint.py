@@ -192,14 +192,12 @@ def verify(directory: Path, recipe: str) -> dict[str, bytes]:
     manifest = directory / MANIFEST
     try:
         said = json.loads(_bytes(manifest))
-        file_format, event, recipe_sha256, files = (
-            said["format"],
-            said["event"],
-            said["recipe_sha256"],
-            said["files"],
-        )
+        file_format = said["format"]
+        event = said["event"]
+        recipe_sha256 = said["recipe_sha256"]
         expected = {
-            name: (files[name]["bytes"], files[name]["sha256"]) for name in (STATE, TENSORS)
+            name: (said["files"][name]["bytes"], said["files"][name]["sha256"])
+            for name in (STATE, TENSORS)
         }
     except MALFORMED as error:
         raise Unsound(f"{manifest} is not a manifest: {type(error).__name__}: {error}") from None

@@ -89,10 +89,8 @@ def explain(error: ValidationError, place: str, model: type[BaseModel]) -> UserE
         case "missing":
             return UserError(f"{where}: this key is required")
         case "union_tag_invalid":
-            known, name = (
-                [tag.strip("' ") for tag in first["ctx"]["expected_tags"].split(",")],
-                first["ctx"]["tag"],
-            )
+            known = [tag.strip("' ") for tag in first["ctx"]["expected_tags"].split(",")]
+            name = first["ctx"]["tag"]
             return UserError(
                 f"{where}.kind = {name!r}: allowed are {', '.join(known)}{nearest(name, known)}"
             )

@@ -208,7 +208,8 @@ def launch(
         checkpoint_every = SAVE_LIVE_EVERY
     every = _every(checkpoint_every)
     warn_of_divergence(loaded)
-    out, name = rundir.dated("launch") if out is None else Path(out), rundir.name_of(loaded)
+    out = rundir.dated("launch") if out is None else Path(out)
+    name = rundir.name_of(loaded)
     with rundir.claimed(out, [name]):
         _go_live(loaded, out / name, address, every, progress, insecure=insecure, resume=False)
         return report.load(out / name)

@@ -115,7 +115,9 @@ def _nth(seed: int, i: int) -> Outcome:
 
 def outcome_of(recipe: dict[str, Any]) -> Outcome:
     """Run the recipe with these fields."""
-    line, ledger, failure = json.dumps(recipe, separators=(", ", ": ")), Ledger(), None
+    line = json.dumps(recipe, separators=(", ", ": "))
+    ledger = Ledger()
+    failure = None
     try:
         simulator = simulation.make_simulator(parse_recipe(deepcopy(recipe)), None)
         [ledger] = [one for one in simulator.state.observers if isinstance(one, Ledger)]

@@ -69,7 +69,7 @@ class RunConfig(Strict):
     target_loss: float | None = Field(
         None, description="the run ends when the validation loss is at or below this"
     )
-    seed: int = Field(0, ge=0, description="of initial weights, data, peers and jitter")
+    seed: int = Field(0, ge=0, description="seed of initial weights, data, peers and jitter")
     evaluations: int = Field(
         25, ge=1, description="how often the model is evaluated, at equal marks of inner steps"
     )

@@ -362,7 +362,8 @@ def leave(
     """Write what a run leaves into its directory: each file whole or not at all, and the summary
     last.
     """
-    summary, recorder = summarize(recipe, ended, stopped, wall_s), ended.recorder
+    summary = summarize(recipe, ended, stopped, wall_s)
+    recorder = ended.recorder
     with _replacing(directory / "metrics.jsonl") as path:
         recorder.write_metrics(path)
     with _replacing(directory / "trace.json") as path:

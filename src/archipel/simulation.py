@@ -195,8 +195,11 @@ def make_simulator(
     """
     assert recipe.profile is not None
     tokens_per_step = pool.task.tokens_per_step if pool else None
-    steps, seed = planned_steps(recipe, tokens_per_step), recipe.run.seed
-    pipeline, theta, layouts = pipeline_of(recipe), torch.empty(0), list[Layout]()
+    steps = planned_steps(recipe, tokens_per_step)
+    seed = recipe.run.seed
+    pipeline = pipeline_of(recipe)
+    theta = torch.empty(0)
+    layouts: list[Layout] = []
     if pool:
         pool.begin(Run(steps, recipe.replicas, seed))
         theta = pool.replica.first.clone()
@@ -342,7 +345,8 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
     """What `simulator` hands over for the run directory, at its end or where it was stopped."""
-    profile, faults = recipe.profile, simulator.engine.setting.faults.faults
+    profile = recipe.profile
+    faults = simulator.engine.setting.faults.faults
     assert profile is not None
     return Ended(
         time_s=simulator.now,

@@ -122,7 +122,8 @@ def study(
     as_json: Json = False,
 ) -> None:
     """Answer one question about a method with runs of its own."""
-    chosen, folder = studies.load(name), out or rundir.dated(name)
+    chosen = studies.load(name)
+    folder = out or rundir.dated(name)
     terminal.say(f"{chosen.TITLE} {seeds} seeds of {steps:,} inner steps.")
     with terminal.running() as (progress, _):
         found = chosen.run(folder, studies.Settings(steps, seeds, processes, progress))

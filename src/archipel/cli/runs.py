@@ -241,5 +241,5 @@ def report(
 
 def _show_one(result: Result, recipe: Recipe, *, as_json: bool) -> None:
     """One run and its report, which lies in the folder of its run directory."""
-    out, target = result.directory.parent, recipe.run.target_loss
-    terminal.show(experiment.compared([result], out, target), as_json=as_json)
+    comparison = experiment.compared([result], result.directory.parent, recipe.run.target_loss)
+    terminal.show(comparison, as_json=as_json)

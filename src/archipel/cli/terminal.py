@@ -105,7 +105,8 @@ def _plain_progress() -> experiment.Progress:
     shown: dict[str, int] = {}
 
     def update(name: str, steps: int, planned: int, time_s: float) -> None:
-        now, tenth = time.perf_counter(), 10 * steps // planned
+        now = time.perf_counter()
+        tenth = 10 * steps // planned
         started.setdefault(name, now)
         if tenth > shown.get(name, -1):
             shown[name] = tenth

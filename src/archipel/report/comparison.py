@@ -79,7 +79,8 @@ def reached(run: Result, target: float | None) -> tuple[float, float] | None:
         Seconds on the run's clock, and half the seconds between these two evaluations; None if no
         evaluation after the start is at or below the target.
     """
-    before_s, before = 0.0, None
+    before_s = 0.0
+    before = None
     for time_s, loss in points(run, "time_s", "loss"):
         # An untrained model at or below the target says nothing about a method.
         if target is not None and time_s > 0 and loss <= target:
@@ -146,9 +147,8 @@ def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
         ]
         complete = [other["time_to_target_s"] for other in same]
         time = row["time_to_target_s"] if row["reached"] == row["seeds"] else None
-        row["speed_up"], row["times_slower"] = (
-            (max(complete) / time, time / min(complete)) if time else (None, None)
-        )
+        row["speed_up"] = max(complete) / time if time else None
+        row["times_slower"] = time / min(complete) if time else None
     return sorted(
         result,
         key=lambda row: (

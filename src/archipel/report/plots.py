@@ -187,7 +187,8 @@ def _line(group: Sequence[Result], x: str, y: str) -> Any:
 
 def _window_s(traces: Iterable[Trace]) -> float:
     """Three rounds of every worker of the slowest method, but no longer than the shortest trace."""
-    ends, rounds = [], []
+    ends = []
+    rounds = []
     for trace in traces:
         ends.append(
             max(

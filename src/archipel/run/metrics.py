@@ -2,7 +2,7 @@
 
 What belongs here: the recorder that engines write to, and the files that it leaves
 (`metrics.jsonl`, `trace.json`). What does not: anything that decides what happens, and tables or
-plots (`report.py`).
+plots (`report/`).
 """
 
 from __future__ import annotations

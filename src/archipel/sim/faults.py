@@ -25,7 +25,7 @@ class Slow(Strict):
     """A node takes `factor` times as long for its inner steps."""
 
     kind: Literal["slow"] = "slow"
-    node: str = Field(description="region/name")
+    node: str = Field(description="which node, written `region/name`")
     at_s: Seconds = Field(description="when it begins")
     for_s: Duration = Field(description="how long it lasts")
     factor: float = Field(gt=1, description="an inner step takes so many times as long")
@@ -37,24 +37,26 @@ class Crash(Strict):
     """
 
     kind: Literal["crash"] = "crash"
-    node: str = Field(description="region/name")
+    node: str = Field(description="which node, written `region/name`")
     at_s: Seconds = Field(description="when it begins")
-    restart_after_s: Duration | None = Field(None, description="null: never")
+    restart_after_s: Duration | None = Field(
+        None, description="time until it is back; null: it never is"
+    )
 
 
 class Leave(Strict):
     """A worker goes for good and says so, so that nobody waits for the deadline to know."""
 
     kind: Literal["leave"] = "leave"
-    node: str = Field(description="region/name")
+    node: str = Field(description="which node, written `region/name`")
     at_s: Seconds = Field(description="when it begins")
 
 
 class Join(Strict):
-    """A worker of the topology is absent until now."""
+    """A worker of the topology is absent until then."""
 
     kind: Literal["join"] = "join"
-    node: str = Field(description="region/name")
+    node: str = Field(description="which node, written `region/name`")
     at_s: Seconds = Field(description="when it begins")
 
 
@@ -78,14 +80,14 @@ class Loss(OnLinks):
     """
 
     kind: Literal["loss"] = "loss"
-    probability: float = Field(gt=0, lt=1, description="of each message")
+    probability: float = Field(gt=0, lt=1, description="probability for each message, by itself")
 
 
 class Duplicate(OnLinks):
     """Each message is sent twice with this probability; the receiver drops the second one."""
 
     kind: Literal["duplicate"] = "duplicate"
-    probability: float = Field(gt=0, le=1, description="of each message")
+    probability: float = Field(gt=0, le=1, description="probability for each message, by itself")
 
 
 class Delay(OnLinks):
@@ -99,7 +101,7 @@ class LinkDown(Strict):
     """A link between two regions passes nothing. What is on its way waits."""
 
     kind: Literal["link_down"] = "link_down"
-    between: Pair = Field(description="two regions")
+    between: Pair = Field(description="the two regions")
     at_s: Seconds = Field(description="when it begins")
     for_s: Duration = Field(description="how long it lasts")
 
@@ -108,7 +110,7 @@ class Partition(Strict):
     """All links between these regions and the others are down."""
 
     kind: Literal["partition"] = "partition"
-    regions: list[str] = Field(min_length=1, description="those on one side")
+    regions: list[str] = Field(min_length=1, description="the regions on one side")
     at_s: Seconds = Field(description="when it begins")
     for_s: Duration = Field(description="how long it lasts")
 
@@ -138,7 +140,7 @@ class RandomFaults(Strict):
     drawn evenly.
     """
 
-    seed: int = Field(0, ge=0, description="of all that is drawn")
+    seed: int = Field(0, ge=0, description="seed of all that is drawn")
     until_s: float = Field(gt=0, description="no fault begins later")
     mean_s: float = Field(
         60.0, gt=0, description="mean of the time that a fault lasts, or a node takes to restart"

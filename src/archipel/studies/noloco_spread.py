@@ -6,9 +6,9 @@ and replicas of (φ_i − mean φ)²) and the inner learning rate of that moment
 fast and in one region, so that all are at the same outer step when they are compared; the first
 outer steps, in which the spread builds up from nothing, are in it.
 
-The theory (`theory.py`): on a quadratic the stationary variance between replicas goes with the
-square of the learning rate while that is small, so the standard deviation goes with the learning
-rate itself.
+The theory (`theory/moments.py`): on a quadratic the stationary variance between replicas goes with
+the square of the learning rate while that is small, so the standard deviation goes with the
+learning rate itself.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Does the window of NoLoCo's averaging strength, derived on a quadratic, hold for a real network?
 
-What is compared: settings inside and outside the window of `theory.gamma_window` for a flat
+What is compared: settings inside and outside the window of `moments.gamma_window` for a flat
 direction, each run with the same seeds. The workers are equally fast and in one region, so that all
 are at the same outer step when they are compared. In each run three curves over outer steps: the
 replicas' standard deviation, the mean of the replicas' own validation losses, and the validation
 loss of their mean, which is what a user would watch.
 
 Beside the measured growth of the spread stand two factors of a flat direction: the root of the mean
-square's (`theory.spread_radius`) and that of a typical run, which is lower for so few workers
+square's (`moments.spread_radius`) and that of a typical run, which is lower for so few workers
 (docs/theory.md, section 7). Both are without kicks, and the learning rate's schedule changes those.
 So there is `predicted`, the whole curve by recursion with the run's own partitions and kicks that
 follow the learning rate; their size, which no theory gives, is fitted to the last setting's runs
@@ -151,7 +151,8 @@ def typical_factor(setting: moments.Setting, outer_steps: int = 20_000) -> float
     seed 0. N must be even.
     """
     assert setting.workers is not None
-    rng, total = np.random.default_rng(0), 0.0
+    rng = np.random.default_rng(0)
+    total = 0.0
     x = rng.normal(size=(2, setting.workers))  # rows: φ and δ; two neighbours are a pair
     for _ in range(outer_steps):
         x = x[:, rng.permutation(setting.workers)]
@@ -160,7 +161,8 @@ def typical_factor(setting: moments.Setting, outer_steps: int = 20_000) -> float
         x[0] += x[1]
         x -= x.mean(axis=1, keepdims=True)
         size = float(np.linalg.norm(x))
-        total, x = total + math.log(size), x / size
+        total += math.log(size)
+        x = x / size
     return math.exp(total / outer_steps)
 
 
@@ -180,13 +182,16 @@ def predicted(alpha: float, gamma: float, inner_steps: int, seed: int) -> Curve:
     workers = tuple(
         worker.id for worker in _recipe(alpha, gamma, inner_steps, seed).topology.workers
     )
-    moments, same, spread = np.zeros((2 * WORKERS, 2 * WORKERS)), np.eye(WORKERS), []
+    moments = np.zeros((2 * WORKERS, 2 * WORKERS))
+    same = np.eye(WORKERS)
+    spread = []
     for outer_step, variance in enumerate((rates**2).sum(axis=1)):
         group = noloco.groups(workers, 2, seed, outer_step)
         average = np.array(
             [[(other in group[me]) / len(group[me]) for other in workers] for me in workers]
         )
-        pulled, momentum = -gamma * (same - average), alpha * same
+        pulled = -gamma * (same - average)
+        momentum = alpha * same
         move = np.block([[same + pulled, momentum], [pulled, momentum]])
         moments = move @ moments @ move.T + np.kron(
             np.ones((2, 2)), BETA**2 * variance * average @ average.T

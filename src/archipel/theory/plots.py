@@ -1,4 +1,4 @@
-"""The figures of `docs/theory.md`, drawn from `theory.py`. Closed forms and fixed points; nothing
+"""The figures of `docs/theory.md`, drawn from `moments.py`. Closed forms and fixed points; nothing
 is trained and nothing is random.
 
 What belongs here: one function a figure, each from a `Setting`, and `write`, which makes files of
