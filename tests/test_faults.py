@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inline import PLAIN, Quadratic, ledger_of, train_with, workers_of
 from torch import Tensor
+from worlds import Quadratic, ledger_of, plain, train_with, workers_of
 
 from archipel import cli, fuzz, methods, rundir, simulation
 from archipel.actor import Joined, Lost, Message, NodeId, Trained, World
@@ -400,7 +400,8 @@ def test_a_run_whose_server_is_gone_for_good_ends_and_says_so() -> None:
     sim = simulation.make_simulator(recipe("async_local_sgd", {**CRASH, "node": "a/server"}), None)
     with pytest.raises(
         TrainingError,
-        match=r"^deadlock .* a/server is lost, a/w0 waits for a model from a/server, b/w0 waits",
+        match=r"^deadlock .* a/server is lost, "
+        r"a/w0 waits for a model from a/server since it was told `Lost`, b/w0 waits",
     ):
         sim.run()
 
@@ -473,7 +474,7 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
     )
     module, trainer = methods.load(method), OneHot()
     actors = module.build(
-        module.Config(**PLAIN[method]),
+        module.Config(**plain(method)),
         World(topology.workers, trainer.numel, 0),
         torch.zeros(trainer.numel),
     )
@@ -504,7 +505,7 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
     steps = torch.tensor(trainer.steps + [0] * (trainer.numel - len(trainer.steps)))
     parts = sim.parts()
     assert len(drawn) > 10
-    if method == "noloco":
+    if len(parts) > 1:  # replicas, of which no two need hold the same
         assert all(float(part.max()) <= 1.0 for part in parts)
         return
     [model] = parts

@@ -5,16 +5,31 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from inline import Inline, Quadratic, linear_task, model_of, simulator, watch_calls, workers_of
 from pydantic import ValidationError
+from worlds import (
+    Inline,
+    Quadratic,
+    linear_task,
+    model_of,
+    plain,
+    simulator,
+    small,
+    watch_calls,
+    workers_of,
+)
 
-from archipel import methods
+from archipel import methods, simulation
 from archipel.actor import (
     Joined,
     Lost,
@@ -26,8 +41,10 @@ from archipel.actor import (
     Worker,
     World,
 )
+from archipel.errors import TrainingError
 from archipel.methods import halos, noloco
 from archipel.parameter_server import Delta
+from archipel.recipe import parse_recipe
 from archipel.run import wire
 from archipel.run.census import Plan
 from archipel.sim.topology import Topology, load_topology
@@ -44,23 +61,6 @@ ALLOWED_IMPORTS = {
     "archipel.parameter_server",
     "archipel.collective",
 }
-NEUTRAL: dict[str, dict[str, Any]] = {
-    "sync_sgd": {},
-    "diloco": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0},
-    "async_local_sgd": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "buffer": 1},
-    "noloco": {"inner_steps": 4, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
-    "halos": {
-        "inner_steps": 4,
-        "accumulate": 1,
-        "merge_weight": 1.0,
-        "local_lr": 1.0,
-        "local_momentum": 0.0,
-        "local_buffer": 1,
-        "global_lr": 1.0,
-        "global_momentum": 0.0,
-        "global_buffer": 1,
-    },
-}
 WORLDS = {
     "one worker": Topology(regions={"a": [1.0]}),
     "two workers": Topology(regions={"a": [1.0, 0.3]}),
@@ -76,16 +76,6 @@ WORLDS = {
     "a tree": load_topology("two-regions").model_copy(update={"collective": "tree"}),
 }
 
-SUMS: dict[str, Any] = {
-    "merge_weight": 0.0,
-    "local_lr": 1.0,
-    "local_momentum": 0.0,
-    "local_buffer": 1,
-    "global_lr": 1.0,
-    "global_momentum": 0.0,
-    "global_buffer": 1,
-}
-"""Settings with which HALoS' servers add up what they get."""
 W0 = NodeId("a", "w0")
 
 
@@ -125,14 +115,6 @@ class Steps(Quadratic):
 
     def train(self, worker: NodeId, theta: Any, steps: int, progress: int, due_s: float) -> Done:
         return Done(Trained(theta + steps, steps, (1.0,) * steps))
-
-
-def small(name: str) -> dict[str, Any]:
-    """Settings with which a short run takes several outer steps."""
-    fields = methods.load(name).Config.model_fields
-    return {
-        key: value for key, value in {"inner_steps": 3, "accumulate": 2}.items() if key in fields
-    }
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -247,7 +229,7 @@ def test_dynamic_steps_follow_the_speeds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_one_worker_with_neutral_settings_is_plain_training(name: str) -> None:
+def test_one_worker_with_plain_settings_is_plain_training(name: str) -> None:
     """An independent loop of PyTorch's own parts: the same initial weights and batches, AdamW,
     clipping, warm-up and cosine.
     """
@@ -271,10 +253,65 @@ def test_one_worker_with_neutral_settings_is_plain_training(name: str) -> None:
         optimizer.step()
 
     trainer = Inline(task, Run(steps, 1, 0), workers_of(load_topology("one-node")))
-    sim = simulator(name, trainer, steps=steps, settings=NEUTRAL.get(name, {}))
+    settings = plain(name)
+    sim = simulator(name, trainer, steps=steps, settings=settings)
     sim.run()
-    assert sim.inner_steps == steps
+    assert sim.inner_steps == steps, (
+        f"{name} with {settings} is not plain training: if it has settings of other names that "
+        "scale or delay what workers do, add their plain values to PLAIN in worlds.py"
+    )
     torch.testing.assert_close(model_of(sim), Layout.of(model).read(model), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("restart_after_s", [5.0, None])
+@pytest.mark.parametrize("name", ALL)
+def test_it_answers_lost_and_joined(name: str, restart_after_s: float | None) -> None:
+    """One of three workers crashes, and comes back or not: the others go on, and so does it."""
+    crash = {"kind": "crash", "node": "b/w0", "at_s": 10.5, "restart_after_s": restart_after_s}
+    recipe = parse_recipe(
+        {
+            "method": {"name": name, **small(name)},
+            "topology": {
+                "regions": {"a": [1.0, 1.0], "b": [1.0]},
+                "default": {"bandwidth_gbit_s": 1.0},
+            },
+            "profile": {"model_bytes": 1_000_000, "step_time_s": 1.0},
+            "task": "none",
+            "run": {"steps": 10**6, "seconds": 200.0},
+            "faults": {"schedule": [crash], "save_every_s": 2.0, "deadline_s": 2.0},
+        }
+    )
+    try:
+        assert simulation.make_simulator(recipe, None).run() == "seconds"
+    except TrainingError as error:
+        pytest.fail(
+            f"{name}: {error}. A method must answer `Lost` and `Joined`, also its own: see "
+            "actor.py. After a loss a collective is of those in `Reduced.group` alone. "
+            "`collective.Member` does all this for methods with an all-reduce"
+        )
+
+
+@pytest.mark.slow
+def test_the_method_in_contributing_passes_what_every_method_must(tmp_path: Path) -> None:
+    """It is put into a copy of the house, as its reader would, and gets no entry in any table."""
+    root = Path(__file__).parents[1]
+    text = (root / "CONTRIBUTING.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    shutil.copytree(root / "src", tmp_path / "src")
+    shutil.copytree(root / "tests", tmp_path / "tests")
+    shutil.copy(root / "pyproject.toml", tmp_path)
+    (tmp_path / "src" / "archipel" / "methods" / "local_sgd.py").write_text(code)
+    tests = [f"tests/{name}.py" for name in ("test_methods", "test_faults", "test_odd_worlds")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    run = subprocess.run(
+        [*command, "-k", "local_sgd and not async_local_sgd"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
 
 
 # Synchronous SGD
@@ -510,13 +547,7 @@ def test_halos_reports_displacements_since_the_merge_or_since_the_last_report(
     """Summed over a run, reports since the last report leave nothing out but what is still
     unreported; since the merge they do.
     """
-    settings = {
-        **NEUTRAL["halos"],
-        "merge_weight": 0.0,
-        "accumulate": 2,
-        "inner_steps": 1,
-        "report_since": report_since,
-    }
+    settings = {**plain("halos"), "inner_steps": 1, "report_since": report_since}
     topology = Topology(
         regions={"a": [1.0], "b": [1.0]}, links=[{"between": ["a", "b"], "bandwidth_gbit_s": 0.5}]
     )
@@ -575,7 +606,7 @@ def test_halos_absorbs_the_inner_steps_that_are_in_a_report_and_plans_by_all(
     is in flight; after the merge 5 and 5 are reported.
     """
     world = World(workers_of_one_region(2), 1, 0)
-    config = halos.Config(**SUMS, accumulate=2, report_since=report_since)
+    config = halos.Config(**plain("halos") | {"report_since": report_since})
     global_server, server, *_ = halos.build(config, world, torch.zeros(1))
     post = Post()
     for steps in (3, 3, 1):
@@ -600,7 +631,7 @@ def test_halos_absorbs_what_its_model_has_moved_by(report_since: str) -> None:
         "halos",
         Steps(),
         topology="halos-4x4",
-        settings={**SUMS, "accumulate": 3, "report_since": report_since},
+        settings={**plain("halos"), "accumulate": 3, "report_since": report_since},
         theta=torch.zeros(1),
         steps=5000,
     )
@@ -614,7 +645,7 @@ def test_halos_absorbs_what_its_model_has_moved_by(report_since: str) -> None:
 def test_halos_forgets_a_report_that_is_refused_or_lost() -> None:
     """What was in it is in no later report, so that it is neither absorbed nor planned by."""
     world = World(workers_of_one_region(1), 1, 0)
-    config = halos.Config(**SUMS, accumulate=1)
+    config = halos.Config(**plain("halos") | {"accumulate": 1, "report_since": "merge"})
     global_server, server, *_ = halos.build(config, world, torch.zeros(1))
     post = Post()
     server.upon(Delta(torch.ones(1), 4), W0, post)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inline import simulator
 from torch import Tensor
+from worlds import simulator
 
 from archipel.actor import Actor, Context, Message, NodeId, Start, Trained
 from archipel.run.census import Plan

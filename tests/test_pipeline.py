@@ -17,9 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inline import linear_task
 from torch import Tensor, nn
 from torch.func import functional_call
+from worlds import linear_task
 
 from archipel import assemble, report, simulation
 from archipel.actor import NodeId

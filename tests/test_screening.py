@@ -18,18 +18,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inline import (
-    PLAIN,
+from torch import Tensor
+from worlds import (
     Inline,
     Quadratic,
     ledger_of,
     linear_task,
     model_of,
+    plain,
     simulator,
     train_with,
     workers_of,
 )
-from torch import Tensor
 
 from archipel import checkpoint, cli, methods, report, rundir, simulation
 from archipel.actor import Gradient, NodeId, Trained
@@ -189,7 +189,7 @@ def marked(method: str, poison: dict[tuple[NodeId, int], float], **more: Any) ->
     fields = {
         "topology": THREE,
         "profile": TINY,
-        "settings": PLAIN[method],
+        "settings": plain(method),
         "plan": Plan(seconds=60.0),
     } | more
     sim = simulator(method, trainer, theta=torch.zeros(trainer.numel), **fields)
@@ -245,7 +245,7 @@ def test_a_collective_does_without_a_bad_contribution(method: str, kind: str) ->
     expected |= {(A, 5): 0.5, (C, 5): 0.5}
     del expected[BAD, 5]
     assert shares(sim, sim.parts()[0]) == expected
-    steps = PLAIN[method].get("inner_steps", 1)
+    steps = plain(method).get("inner_steps", 1)
     assert (sim.inner_steps, clean.inner_steps) == (steps * (3 * rounds - 1), steps * 3 * rounds)
     assert sim.recorder.refused == {BAD: 1}
     assert sim.recorder.spans == clean.recorder.spans
@@ -358,7 +358,7 @@ def test_a_report_of_halos_can_be_refused_and_is_answered() -> None:
     fields = {
         "topology": THREE,
         "profile": TINY,
-        "settings": PLAIN["halos"],
+        "settings": plain("halos"),
         "plan": Plan(seconds=60.0),
         "theta": torch.zeros(400),
     }

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inline import linear_task
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from worlds import linear_task
 
 from archipel.recipe import parse_recipe
 from archipel.train.data import Shard

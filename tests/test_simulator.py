@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from inline import PROFILE, Quadratic, model_of, simulator
+from worlds import PROFILE, Quadratic, model_of, simulator
 
 from archipel.actor import Actor, Context, Message, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from inline import linear_task
 from torch import Tensor, nn
+from worlds import linear_task
 
 from archipel.actor import NodeId
 from archipel.errors import TrainingError, UserError

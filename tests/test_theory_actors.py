@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from inline import Quadratic, simulator
 from torch import Tensor
+from worlds import Quadratic, simulator
 
 from archipel.actor import NodeId, Trained
 from archipel.sim.topology import Topology

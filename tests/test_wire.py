@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from inline import PROFILE, Quadratic, simulator
 from torch import Tensor
+from worlds import PROFILE, Quadratic, simulator
 
 from archipel.actor import Actor, Context, Message, NodeId, Reduced, Start
 from archipel.run import wire

@@ -39,6 +39,7 @@ class Node:
         screen: judges the updates that this node receives, and what it gives to collectives; None:
             everything is accepted.
         busy: inner steps of this worker are under way.
+        told: the kind of the last message that it reacted to.
     """
 
     actor: Actor
@@ -46,6 +47,7 @@ class Node:
     numel: int = 0
     screen: Screen | None = None
     busy: bool = False
+    told: str = ""
 
     def handle(self, message: Message, sender: NodeId, ctx: Context, recorder: Recorder) -> None:
         """Let the actor react to a message, or to its refusal."""
@@ -55,6 +57,7 @@ class Node:
             and self.refuses(wire.vectors(message), sender, ctx.now, recorder)
         ):
             message = Refused(message)
+        self.told = type(message).__name__
         self.actor.upon(message, sender, ctx)
 
     def refuses(

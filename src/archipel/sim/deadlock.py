@@ -34,7 +34,9 @@ def _waits(state: State) -> Iterator[str]:
         if me in state.outages.down:
             yield f"{me} is lost"
         elif me not in named:
-            yield f"{me} waits for {one.actor.waits_for()}"
+            # It may be waiting because its method does not answer this message.
+            since = f" since it was told `{one.told}`" if one.told in ("Lost", "Joined") else ""
+            yield f"{me} waits for {one.actor.waits_for()}{since}"
 
 
 def _first(texts: Iterable[str], count: int) -> str:

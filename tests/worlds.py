@@ -236,24 +236,37 @@ def model_of(simulator: Simulator) -> Tensor:
     return torch.stack(simulator.parts()).mean(dim=0)
 
 
-PLAIN: dict[str, dict[str, Any]] = {
-    "sync_sgd": {},
-    "diloco": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0},
-    "async_local_sgd": {"inner_steps": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "buffer": 1},
-    "noloco": {"inner_steps": 4, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
-    "halos": {
-        "inner_steps": 4,
-        "accumulate": 2,
-        "merge_weight": 0.0,
-        "report_since": "send",
-        "local_lr": 1.0,
-        "local_momentum": 0.0,
-        "local_buffer": 1,
-        "global_lr": 1.0,
-        "global_momentum": 0.0,
-        "global_buffer": 1,
-    },
+PLAIN: dict[str, Any] = {
+    "inner_steps": 4,
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "buffer": 1,
+    "alpha": 0.0,
+    "beta": 1.0,
+    "gamma": 0.0,
+    "accumulate": 2,
+    "merge_weight": 0.0,
+    "report_since": "send",
+    "local_lr": 1.0,
+    "local_momentum": 0.0,
+    "local_buffer": 1,
+    "global_lr": 1.0,
+    "global_momentum": 0.0,
+    "global_buffer": 1,
 }
-"""Settings with which each method adds up what workers do, so that a model says which inner steps
-are in it.
+"""Settings with which methods add up what workers do, so that a model says which inner steps are in
+it. A new method whose settings have other names adds them here.
 """
+
+
+def plain(method: str) -> dict[str, Any]:
+    """Those of `PLAIN` that a method has."""
+    known = methods.load(method).Config.model_fields
+    return {name: value for name, value in PLAIN.items() if name in known}
+
+
+def small(method: str) -> dict[str, Any]:
+    """Settings with which a short run takes several outer steps."""
+    known = methods.load(method).Config.model_fields
+    settings = {"inner_steps": 3, "accumulate": 2}
+    return {name: value for name, value in settings.items() if name in known}
