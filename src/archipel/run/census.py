@@ -164,11 +164,9 @@ class Census:
         if not steps:
             return
         self.bad_losses.pop(worker, None)
-        plan, stages = self.plan.steps, self.plan.stages
         already = self.since_change.get(worker, 0)
-        enough = already >= PATIENCE and self.steps_since_change > 10 * (plan or 0) * stages
-        if plan is not None and enough:
-            taken = self.steps_since_change // stages
+        if already >= PATIENCE and self._is_stuck():
+            plan, taken = self.plan.steps, self.steps_since_change // self.plan.stages
             if lost_servers:
                 raise TrainingError(
                     f"the model to take home has not changed for {taken:,} inner steps, and "
@@ -183,6 +181,11 @@ class Census:
             )
         self.since_change[worker] = already + steps
         self.steps_since_change += steps
+
+    def _is_stuck(self) -> bool:
+        """The workers have trained for ten times the plan, and the model has not changed."""
+        plan = self.plan.steps
+        return plan is not None and self.steps_since_change > 10 * plan * self.plan.stages
 
     def bad_loss(self, worker: NodeId, what: str) -> None:
         """A loss of `worker` is not finite; `what` says so. It is to go on with a new inner

@@ -175,10 +175,9 @@ class Recorder:
         return 1 - (sum(self.compute_s.values()) - unfinished_s) / (len(workers) * end_s)
 
     def _span(self, node: NodeId, what: str, start_s: float, end_s: float) -> None:
-        if len(self.spans) < MAX_SPANS:
+        self.spans_cut = self.spans_cut or len(self.spans) == MAX_SPANS
+        if not self.spans_cut:
             self.spans.append(Span(node, what, start_s, end_s))
-        else:
-            self.spans_cut = True
 
     # Files
 

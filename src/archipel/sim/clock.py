@@ -287,7 +287,8 @@ class Simulator:
         except Diverged as error:
             begin_anew(engine, worker, str(error))
             return
-        state.census.finishes(worker, event.steps, self._lost_servers())
+        lost_servers = self._lost_servers() if state.outages.down else ()
+        state.census.finishes(worker, event.steps, lost_servers)
         for observer in state.observers:
             observer.finishes(worker, event.steps)
         counts = state.census.plan.tokens_per_step is not None
@@ -297,8 +298,8 @@ class Simulator:
         engine.handle(worker, answer, worker)
 
     def _lost_servers(self) -> Sequence[NodeId]:
-        down, workers = self.state.outages.down, self.engine.setting.step_time_s
-        return [node for node in down if node not in workers] if down else ()
+        workers = self.engine.setting.step_time_s
+        return [node for node in self.state.outages.down if node not in workers]
 
     # Evaluation and inspection
 

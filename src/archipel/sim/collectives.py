@@ -35,8 +35,18 @@ class Contribution:
     refused: bool = False
 
 
-Complete = dict[NodeId, Contribution]
-"""A collective that can start: its members in rank order, and what each one gives."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Complete:
+    """A collective that can start.
+
+    Attributes:
+        group: its members, in rank order. Where all have named one and the same object, it is that
+            object: then each of them can see at a glance that nobody is missing.
+        calls: what each of them gives, in the same order.
+    """
+
+    group: Group
+    calls: list[Contribution]
 
 
 @dataclass
@@ -92,7 +102,7 @@ class Collectives:
             ):
                 return None
             group = tuple(sorted(named, key=lambda node: self.rank[node]))
-        return {node: self.waiting.pop(node) for node in group}
+        return Complete(group, [self.waiting.pop(node) for node in group])
 
     def _are_alone(self, group: Group, number: int) -> bool:
         """Just the members of one group wait, all for one round and with the same group: the
@@ -121,9 +131,9 @@ class Collectives:
         """A collective has started; its means arrive as events that are numbered from
         `first_number`.
         """
-        group = tuple(complete)
-        for number, (node, call) in enumerate(complete.items(), first_number):
-            call.group = group
+        calls = zip(complete.group, complete.calls, strict=True)
+        for number, (node, call) in enumerate(calls, first_number):
+            call.group = complete.group
             self.under_way[node] = call, number
 
     def ends(self, member: NodeId) -> None:
@@ -157,11 +167,8 @@ class Collectives:
 
 def reduced(complete: Complete) -> Reduced:
     """What a collective comes to."""
-    group, number = tuple(complete), next(iter(complete.values())).round
-    refused = tuple(node for node, call in complete.items() if call.refused)
-    given = [call.vector for call in complete.values() if not call.refused]
-    if not given:
-        return Reduced(
-            torch.zeros_like(next(iter(complete.values())).vector), group, number, refused
-        )
-    return Reduced(outer.mean(given), group, number, refused)
+    group, calls = complete.group, complete.calls
+    refused = tuple(node for node, call in zip(group, calls, strict=True) if call.refused)
+    given = [call.vector for call in calls if not call.refused]
+    mean = outer.mean(given) if given else torch.zeros_like(calls[0].vector)
+    return Reduced(mean, group, calls[0].round, refused)

@@ -46,18 +46,17 @@ class Network:
 
     def latency_s(self, a: NodeId, b: NodeId) -> float:
         """Seconds before the first byte of a message from `a` reaches `b`."""
-        link = self.link(a.region, b.region)
-        return (
-            link.latency_s * math.exp(link.jitter * self.rng.standard_normal())
-            if link.jitter
-            else link.latency_s
-        )
+        return self._latency_s(self.link(a.region, b.region))
 
     def message_s(self, a: NodeId, b: NodeId, size_bytes: float) -> float:
         """Seconds of a message of `size_bytes` from `a` to `b` that has the link to itself."""
-        return (
-            self.latency_s(a, b) + size_bytes / self.link(a.region, b.region).bandwidth_bytes_per_s
-        )
+        link = self.link(a.region, b.region)
+        return self._latency_s(link) + size_bytes / link.bandwidth_bytes_per_s
+
+    def _latency_s(self, link: Link) -> float:
+        if not link.jitter:
+            return link.latency_s
+        return link.latency_s * math.exp(link.jitter * self.rng.standard_normal())
 
     def all_reduce(self, group: Group, size_bytes: float) -> Collective:
         """The cost of an all-reduce of `size_bytes` over `group`, by the topology's rule (`ring` or

@@ -127,9 +127,9 @@ class NodeContext:
 def reduce(engine: Engine, complete: Complete) -> None:
     """A collective starts: plan the arrival of its mean at all members."""
     setting, state = engine.setting, engine.state
-    group, first = tuple(complete), next(iter(complete.values()))
-    reduced = collectives.reduced(complete)
-    cost = setting.network.all_reduce(group, setting.vector_bytes[group[0]] * first.share)
+    group, reduced = complete.group, collectives.reduced(complete)
+    size_bytes = setting.vector_bytes[group[0]] * complete.calls[0].share
+    cost = setting.network.all_reduce(group, size_bytes)
     end_s = setting.faults.collective_end_s(group, state.now, cost.seconds)
     state.recorder.counts(cost.messages, cost.sent_bytes, cost.slow_link_bytes)
     state.recorder.reduces(group, state.now, end_s)
