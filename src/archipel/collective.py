@@ -146,8 +146,15 @@ class Member(Actor):
         )
 
     def next_round(self, ctx: Context) -> None:
-        """All of `group` have taken their step, and `progress` is up to date: go on together."""
+        """All of `group` have taken their step, and `progress` is up to date: go on together.
+
+        If I am not one of them, they do not know that I take part: whoever invited me was lost
+        before it could tell them. Then I am a newcomer again.
+        """
         self.round += 1
+        if self.me not in self.group:
+            self.wait_for_model(ctx)
+            return
         self.newcomers = {
             node: number for node, number in self.newcomers.items() if node not in self.group
         }
@@ -165,10 +172,9 @@ class Member(Actor):
                 self.absorbed = self.progress if self.holds else 0
                 self.start_if_nobody_else_can(ctx)
             case Joined(node=self.me):
-                self.waiting, self.computing, self.absorbed = True, False, 0
+                self.computing = False
                 self.newcomers, self.gone, self.lost_lately = {}, {}, {}
-                self.say_hello(self.everybody, ctx)
-                self.start_if_nobody_else_can(ctx)
+                self.wait_for_model(ctx)
             case Joined(node=node):
                 self.gone.pop(node, None)
                 if self.waiting:  # what I said to it, or what it answered, may have been lost
@@ -200,6 +206,12 @@ class Member(Actor):
                 self.take_over(momentum)
                 self.waiting = False
                 self.begin(ctx)
+
+    def wait_for_model(self, ctx: Context) -> None:
+        """I am a newcomer."""
+        self.waiting, self.absorbed = True, 0
+        self.say_hello(self.everybody, ctx)
+        self.start_if_nobody_else_can(ctx)
 
     def say_hello(self, to: Iterable[NodeId], ctx: Context) -> None:
         for node in to:
