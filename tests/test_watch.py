@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from archipel.actor import NodeId
+from archipel.actor import NodeId, Start
 from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError
+from archipel.live.mail import Envelope, Inbox
 from archipel.live.marks import COPIES, Marks
 from archipel.live.protocol import Mark, Membership, News, Status
 from archipel.live.restarts import Restarts
@@ -117,6 +118,22 @@ def test_a_host_that_is_lost_and_joins_is_told_who_is_there() -> None:
     assert restarts.join(A) == News(A, 1)
     assert list(restarts.gone) == []
     assert restarts.counts == {A: 1}
+
+
+def test_of_a_host_that_begins_again_another_one_is_told_the_life_that_has_ended() -> None:
+    """Else it would take the first messages of the new life for those of a lost one."""
+    restarts = Restarts(3)
+    for node in (A, B):
+        restarts.lose(node, process=True)
+    restarts.begin_life(A)
+    there = restarts.begin_life(B)
+    assert there == Membership(1, {}, (A,), 2)
+    inbox = Inbox(epoch=1, life=there.life, lives=dict(there.lives), gone=set(there.gone))
+    early = Envelope(A, 1, (1, 1), 0, 0.0, Start, ())
+    assert inbox.accept(early) == []
+    news = restarts.join(A)
+    assert news.life is not None
+    assert inbox.joined(A, news.life) == [early]
 
 
 def test_a_host_that_dies_while_it_is_started_again_is_lost_once() -> None:

@@ -80,6 +80,7 @@ class Member(Actor):
         newcomers: those others who wait, and the terms and rounds of their saves; until it is
             agreed that they take part.
         gone: those who have crashed or left.
+        invited_by: whose word is all that I have for taking part; None: a mean has had me in it.
     """
 
     theta: Vector
@@ -95,6 +96,7 @@ class Member(Actor):
     lost_lately: dict[NodeId, None] = field(default_factory=dict)
     newcomers: dict[NodeId, tuple[Term, int]] = field(default_factory=dict)
     gone: dict[NodeId, None] = field(default_factory=dict)
+    invited_by: NodeId | None = None
 
     @abstractmethod
     def compute(self, ctx: Context) -> None:
@@ -120,9 +122,9 @@ class Member(Actor):
         say no.
         """
         self.computing = False
-        if self.outdated:
+        if self.outdated and not self.waiting:
             self.begin(ctx)
-        return not self.computing
+        return not self.computing and not self.waiting
 
     def agree(self, group: Group) -> None:
         """These, and nobody else, have taken part in the round; so everybody knows, in the same
@@ -130,6 +132,8 @@ class Member(Actor):
 
         Who was lost after it had given its part, and before I knew the mean, takes part no longer.
         """
+        if self.me in group:
+            self.invited_by, self.waiting = None, False
         if group is not self.group and group != self.group:  # one object where nobody is ever lost
             self.since = {node: self.round for node in group if node not in self.group} | self.since
             self.regroup(node for node in group if node not in self.lost_lately)
@@ -170,7 +174,12 @@ class Member(Actor):
                 self.newcomers.pop(node, None)
                 self.regroup(member for member in self.group if member != node)
                 self.absorbed = self.progress if self.holds else 0
-                self.start_if_nobody_else_can(ctx)
+                if node == self.invited_by:
+                    # Nobody else may know that I take part. If I went on by myself, there could be
+                    # two models of one term.
+                    self.wait_for_model(ctx)
+                else:
+                    self.start_if_nobody_else_can(ctx)
             case Joined(node=self.me):
                 self.computing = False
                 self.newcomers, self.gone, self.lost_lately = {}, {}, {}
@@ -204,12 +213,13 @@ class Member(Actor):
                 self.progress = message.progress
                 self.regroup(node for node in message.group if node not in self.lost_lately)
                 self.take_over(momentum)
-                self.waiting = False
+                self.waiting, self.invited_by = False, sender
                 self.begin(ctx)
 
     def wait_for_model(self, ctx: Context) -> None:
         """I am a newcomer."""
-        self.waiting, self.absorbed = True, 0
+        self.waiting, self.absorbed, self.invited_by = True, 0, None
+        self.outdated = self.computing
         self.say_hello(self.everybody, ctx)
         self.start_if_nobody_else_can(ctx)
 
@@ -265,7 +275,7 @@ class Member(Actor):
     @property
     def holds(self) -> bool:
         """I hold the model that a user takes home."""
-        return not self.waiting and self.me == self.group[0]
+        return not self.waiting and self.group[:1] == (self.me,)
 
     def model(self) -> Vector | None:
         """All members hold the same model: the holder's is taken."""
