@@ -4,9 +4,14 @@
 inner steps (tokens per second).
 2. The same run with two processes ÷ with one, and the same of HALoS, which has no barriers.
 3. The default model, 128 wide: bf16 autocast ÷ fp32 (tokens per second of the bare loop).
+4. An outer step on vectors of 40 MB ÷ memory bandwidth: the time that the rule takes, over the time
+in which a copy would move as many bytes as the rule's vectors have, each read once and, if it
+changes, written once.
+5. Events that the simulator handles in a second of one core, where nothing is trained.
 
 Each ratio is the median over rounds in which both sides are measured one after the other, so that a
-machine that slows down slows both.
+machine that slows down slows both. The last two are in seconds of the processor's time, since they
+keep one thread busy.
 """
 
 from __future__ import annotations
@@ -22,13 +27,15 @@ from typing import Any
 
 import torch
 
-from archipel import simulation
+from archipel import outer, simulation
 from archipel.recipe import Recipe, parse_recipe
 from archipel.train.data import Shard
 from archipel.train.pool import Pool
 from archipel.train.task import make_task
 
 WORKERS = 16
+ENTRIES = 10**7
+"""Of a vector of 40 MB."""
 
 
 def recipe(steps: int, method: str = "diloco", **task: Any) -> Recipe:
@@ -78,6 +85,49 @@ def simulated(pool: Pool, steps: int, folder: Path, method: str = "diloco") -> f
     return float(summary["tokens"] / summary["wall_s"])
 
 
+def median_ms(action: Callable[[], object]) -> float:
+    """Milliseconds of the processor's time: the median of seven calls, after one to warm up."""
+    times = []
+    action()
+    for _ in range(7):
+        started = time.process_time()
+        action()
+        times.append(1e3 * (time.process_time() - started))
+    return statistics.median(times)
+
+
+def outer_steps() -> dict[str, tuple[int, Callable[[], None]]]:
+    """Each outer rule: how many vectors one step reads or writes once, and the step."""
+    theta, gradient, velocity, *others = torch.randn(6, ENTRIES).unbind()
+    step = outer.nesterov(0.7, 0.9, ENTRIES)
+    delayed = outer.delayed_nesterov(1.6, 0.9, 32, ENTRIES)
+
+    def gossip() -> None:
+        members = [gradient, others[0]], [others[1], others[2]]
+        outer.gossip(theta, velocity, *members, alpha=0.5, beta=0.7, gamma=0.7)
+
+    return {
+        "gossip of two": (8, gossip),  # reads φ, δ and what both members sent; writes φ and δ
+        "nesterov": (5, lambda: step.step(theta, gradient)),  # reads θ, m, g; writes θ, m
+        "delayed nesterov": (5, lambda: delayed.step(theta, gradient)),  # θ, A, g; θ, A
+    }
+
+
+def copied_ms(vectors: int) -> float:
+    """Milliseconds in which a copy reads or writes so many vectors."""
+    source, target = torch.ones(ENTRIES), torch.zeros(ENTRIES)
+    return vectors / 2 * median_ms(lambda: target.copy_(source))
+
+
+def events_per_s(method: str, topology: str, steps: int) -> float:
+    """Events in a second of the processor's time, the making of the simulator not counted."""
+    fields = {"method": method, "topology": topology, "task": "none", "run": {"steps": steps}}
+    simulator = simulation.make_simulator(parse_recipe(fields), None)
+    started = time.process_time()
+    simulator.run()
+    return simulator.state.events / (time.process_time() - started)
+
+
 def paired(
     rounds: int, first: Callable[[], float], second: Callable[[], float]
 ) -> tuple[float, float, float, float]:
@@ -94,11 +144,13 @@ def paired(
     )
 
 
-def show(what: str, aim: float, measured: tuple[float, float, float, float]) -> None:
+def show(
+    what: str, aim: float, measured: tuple[float, float, float, float], unit: str = "tokens/s"
+) -> None:
     ratio, low, high, base = measured
     print(
         f"{what:<62} {ratio:5.2f}  ({low:.2f} to {high:.2f}; aim {aim:.2f}; base {base:,.0f} "
-        "tokens/s)",
+        f"{unit})",
         flush=True,
     )
 
@@ -148,6 +200,28 @@ def main() -> None:
             rounds, lambda: bare_loop(8, precision="bf16", **wide), lambda: bare_loop(8, **wide)
         ),
     )
+    for name, (vectors, step) in outer_steps().items():
+        show(
+            f"outer step ÷ memory bandwidth, {name}",
+            1.5,
+            paired(
+                rounds,
+                lambda step=step: median_ms(step),  # type: ignore[misc]
+                lambda vectors=vectors: copied_ms(vectors),  # type: ignore[misc]
+            ),
+            "ms",
+        )
+    for method, topology, planned in (
+        ("noloco", "internet-1000", 500_000),
+        ("halos", "halos-4x4", 98_304),
+    ):
+        measured = [events_per_s(method, topology, planned) for _ in range(rounds)]
+        print(
+            f"{f'events a second, {method} on {topology}':<62} "
+            f"{statistics.median(measured):,.0f}  "
+            f"({min(measured):,.0f} to {max(measured):,.0f}; aim 100,000)",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

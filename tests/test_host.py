@@ -41,6 +41,7 @@ from archipel.live.mail import Envelope, Inbox, contents
 from archipel.live.protocol import HostSetup, Membership, News, Record, SaveFolder
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
+from archipel.run import wire
 from archipel.run.screening import ScreeningConfig
 from archipel.train.data import Shard
 from archipel.train.inner_steps import Solo
@@ -248,6 +249,22 @@ def test_synchronous_methods_end_with_the_simulators_weights(
     assert own == [pytest.approx(line[name], rel=1e-6) for line in lines]
     mean = outer.mean([host.marks.vector(len(marks) - 1) for host in holders])
     assert replica.evaluate(mean) == [pytest.approx(lines[-1]["loss"], rel=1e-6)]
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_a_message_weighs_the_bytes_that_really_travel(method: str) -> None:
+    """What the simulator counts by, held against the pickled envelopes of real training."""
+    rehearsal = pytest.importorskip("archipel.live.rehearsal")
+    chosen = recipe(method, steps=100)
+    assert chosen.profile
+    fleet, replica = fleet_of(chosen, rehearsal.rehearse(chosen, chosen.profile, 100))
+    fleet.run()
+    assert fleet.delivered
+    numel = replica.layout.numel
+    for _, envelope in fleet.delivered:
+        size_bytes = wire.weight(envelope.open(), numel) * wire.BYTES_PER_ENTRY * numel
+        assert size_bytes == envelope.size_bytes
+        assert size_bytes <= len(pickle.dumps(envelope)) < size_bytes + 2000
 
 
 @pytest.mark.parametrize("method", methods.names())

@@ -206,8 +206,8 @@ def test_synchronous_methods_take_home_the_simulators_weights(
     for key, rel in (("loss", 1e-5), ("replica_std", 1e-4)):
         assert here[key] == (there[key] and pytest.approx(there[key], rel=rel))
     holders = 4 if method == "noloco" else 1
-    numel = sum(tensor.numel() for tensor in ours.values())
-    assert summary["taken_home_bytes"] == 4 * numel * holders
+    # A tied tensor has two names in the file, and travels once.
+    assert summary["taken_home_bytes"] == 4 * pool.replica.layout.numel * holders
     assert {path.name for path in (tmp_path / "live").iterdir()} == {
         path.name for path in (tmp_path / "simulated").iterdir()
     }
@@ -261,6 +261,9 @@ def test_replicas_of_several_processes_take_home_the_simulators_weights(
     )
     assert ours.keys() == theirs.keys()
     for name in ours:
+        if chosen.pipeline.stages > 1:  # the same sums in the same order
+            np.testing.assert_array_equal(ours[name], theirs[name])
+            continue
         scale = float(theirs[name].abs().max())
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-5 * scale)
     if chosen.pipeline.stages > 1 and method == "noloco":

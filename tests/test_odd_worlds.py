@@ -89,7 +89,8 @@ def test_more_updates_to_a_report_than_the_run_has(method: str, tmp_path: Path) 
     with pytest.raises(UserError) as error:
         run(given, tmp_path / "run")
     assert str(error.value) == (
-        "halos: the workers have taken 601 inner steps since the model to take home last changed, "
+        "halos: the workers have taken 1,717 inner steps since the model to take home last "
+        "changed, "
         "and the run is planned for 60: "
         "outer steps come too seldom; lower inner_steps or accumulate, or give it more steps"
     )

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from archipel import outer
 from archipel.outer import DelayedNesterov, Nesterov, delayed_nesterov, gossip, mean, nesterov
 
 reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -31,6 +32,23 @@ def torch_sgd(theta: Tensor, gradients: list[Tensor], lr: float, momentum: float
         sgd.step()
         path.append(weight.detach().clone())
     return path
+
+
+def test_to_cut_vectors_in_stretches_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1003 parameters in one piece, and in 16 pieces of which the last one is odd."""
+    after = []
+    for stretch in (10**6, 64):
+        monkeypatch.setattr(outer, "STRETCH", stretch)
+        theta, phi, velocity, *others = vectors(8, 1003 + BUFFERS, seed=4)
+        velocity = velocity[:1003].clone()
+        rules = (nesterov(0.7, 0.9, 1003), delayed_nesterov(1.6, 0.9, 2, 1003, spread=0.3))
+        for rule in rules:
+            for gradient in others:
+                rule.step(theta, gradient)
+        gossip(phi, velocity, others[:3], [phi, *others[3:]], alpha=0.5, beta=0.7, gamma=0.6)
+        after.append([theta, phi, velocity, *(rule.velocity for rule in rules)])
+    for whole, cut in zip(*after, strict=True):
+        assert torch.equal(whole, cut)
 
 
 # The mean

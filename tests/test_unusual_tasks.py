@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from archipel import Schedule, Task, UserError, experiment, methods
+from archipel import Schedule, Task, UserError, methods, simulation
 from archipel.recipe import Recipe, parse_recipe
 from archipel.train.batch import micro, tensors
 from archipel.train.data import Shard
@@ -183,7 +183,7 @@ def test_every_method_takes_the_whole_model_home_and_constants_to_the_bit(
 ) -> None:
     """Three workers: a mean of three equal numbers need not be that number."""
     given = recipe(f"{file}:everything", method)
-    summary = experiment.simulate(given, pools(given), tmp_path / "run")
+    summary = simulation.simulate(given, pools(given), tmp_path / "run")
     assert summary["final_loss"] < 20
     assert not summary["refused_updates"]
     model = everything().seeded_model(1)
@@ -946,7 +946,7 @@ def test_a_task_file_imports_what_lies_beside_it(file: Path) -> None:
 @pytest.mark.slow
 def test_so_does_one_in_the_processes_of_a_pool(pools: Any, file: Path, tmp_path: Path) -> None:
     given = recipe(f"{file}:neighbourly", "diloco")
-    assert experiment.simulate(given, pools(given), tmp_path / "run")["final_loss"] < 20
+    assert simulation.simulate(given, pools(given), tmp_path / "run")["final_loss"] < 20
 
 
 # Measuring

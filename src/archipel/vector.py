@@ -216,7 +216,7 @@ def outer_gradient(start: Tensor, end: Tensor, parameters: int) -> Tensor:
     never extrapolate (an extrapolated running variance can turn negative).
     """
     delta = start - end
-    if parameters < len(delta):
+    if parameters < delta.numel():
         delta[parameters:] = end[parameters:]
     return delta
 

@@ -66,7 +66,7 @@ class Worker(Member):
                 if self.computed(ctx):
                     ctx.all_reduce(
                         self.group,
-                        outer_gradient(self.theta, theta, len(self.outer.velocity)),
+                        outer_gradient(self.theta, theta, self.outer.velocity.numel()),
                         self.number,
                     )
             case Reduced(mean=gradient, group=group, round=self.number, refused=refused):

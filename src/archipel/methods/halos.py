@@ -178,7 +178,7 @@ class LocalServer(Actor):
             )
 
     def report(self, ctx: Context) -> None:
-        gradient = outer_gradient(self.base, self.theta, len(self.outer.velocity))
+        gradient = outer_gradient(self.base, self.theta, self.outer.velocity.numel())
         ctx.send(self.global_server, Report(gradient, self.displaced, self.unreported))
         self.in_flight, self.unreported = self.unreported, 0
         if self.config.report_since == "send":

@@ -147,7 +147,7 @@ class Worker(Actor):
                 self.train(ctx)
             case Trained(theta=theta):
                 exchange = Exchange(
-                    outer_gradient(self.phi, theta, len(self.velocity)),
+                    outer_gradient(self.phi, theta, self.velocity.numel()),
                     self.phi.clone(),
                     self.outer_steps,
                 )
@@ -248,7 +248,9 @@ class Worker(Actor):
         """
         if exchange is None and member == self.me:
             return Exchange(
-                outer_gradient(self.phi, self.phi, len(self.velocity)), self.phi, self.outer_steps
+                outer_gradient(self.phi, self.phi, self.velocity.numel()),
+                self.phi,
+                self.outer_steps,
             )
         return exchange
 

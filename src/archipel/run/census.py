@@ -28,6 +28,12 @@ finished in between, end the run.
 """
 
 
+PATIENCE = 1000
+"""So many inner steps a worker may take without an outer step, however short the plan is: HALoS
+with its published settings takes some hundreds before its first report.
+"""
+
+
 @dataclass(frozen=True)
 class Plan:
     """When a run ends, at the first of its stop rules, and when its model is evaluated.
@@ -160,7 +166,8 @@ class Census:
         self.bad_losses.pop(worker, None)
         plan, stages = self.plan.steps, self.plan.stages
         already = self.since_change.get(worker, 0)
-        if plan is not None and already and self.steps_since_change > 10 * plan * stages:
+        enough = already >= PATIENCE and self.steps_since_change > 10 * (plan or 0) * stages
+        if plan is not None and enough:
             taken = self.steps_since_change // stages
             if lost_servers:
                 raise TrainingError(

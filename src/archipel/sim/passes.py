@@ -5,11 +5,13 @@ What belongs here: the order of a team's work, as plain state that is asked and 
 when a node's work ends and when a message arrives (`stages.py`), and who is in a team (`teams.py`).
 
 A pass goes through all stages, each time from a node to one node of the next stage. An inner step
-is GPipe's list of passes (arXiv 1811.06965): all micro-batches forwards, then all backwards in the
-opposite order. Where gradients are clipped by the norm of a whole replica, two more passes of a
-single number follow: its parts are added up on the way back, and the sum goes forwards. Every node
-takes its part of every pass, in that order, as soon as it is free and its input has come; nobody
-waits for a whole team between two inner steps.
+is GPipe's list of passes (arXiv 1811.06965), but for the order of the backwards: all micro-batches
+forwards, then all backwards in the same order, in which the gradients are added up everywhere (see
+`train/pipeline.py`), so that live and simulated sums are equal to the bit. Where gradients are
+clipped by the norm of a whole replica, two more passes of a single number follow: its parts are
+added up on the way back, and the sum goes forwards. Every node takes its part of every pass, in
+that order, as soon as it is free and its input has come; nobody waits for a whole team between two
+inner steps.
 
 `train/pipeline.py` computes the same times without events, where no transfer disturbs another.
 """
@@ -61,7 +63,7 @@ def passes_of(routes: np.ndarray, activation_bytes: float, *, clips: bool) -> li
         clips: gradients are clipped by the norm of a whole replica.
     """
     forwards = [Pass(route, False, 1, activation_bytes) for route in routes]
-    backwards = [Pass(route, True, 2, activation_bytes) for route in routes[::-1]]
+    backwards = [Pass(route, True, 2, activation_bytes) for route in routes]
     own = np.tile(np.arange(routes.shape[2]), (routes.shape[1], 1))
     norms = [Pass(own, True, 0, NORM_BYTES), Pass(own, False, 0, NORM_BYTES)]
     return forwards + backwards + (norms if clips else [])

@@ -57,10 +57,20 @@ def _check_functions(replica: Replica, shard: Shard) -> None:
 
 
 def _two_steps(replica: Replica, shard: Shard) -> tuple[list[float], Tensor]:
-    """The losses and weights of a worker's first two steps."""
+    """The losses and weights of a worker's first two steps.
+
+    Raises:
+        NonFiniteLoss: a loss is not finite.
+        UserError: the task fails.
+    """
     theta = replica.first.clone()
-    with blaming("task"):
-        losses = replica.train(replica.new_state(), theta, shard, 2, 0, 0)
+    try:
+        with blaming("task"):
+            losses = replica.train(replica.new_state(), theta, shard, 2, 0, 0)
+    except UserError as error:
+        if isinstance(error.__cause__, NonFiniteLoss):  # no mistake that can be told beforehand
+            raise error.__cause__ from None
+        raise
     return losses, theta
 
 
