@@ -10,8 +10,10 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +28,13 @@ from archipel.live.host import Host
 from archipel.live.mail import Envelope
 from archipel.live.protocol import HostSetup, Membership, News
 from archipel.live.restarts import Restarts
+from archipel.recipe import Recipe, parse_recipe
 from archipel.sim.topology import parse_topology
+from archipel.simulation import make_simulator
 from archipel.train.data import Shard
-from archipel.train.replica import Run
-from archipel.train.task import NoTask
+from archipel.train.pool import Pool
+from archipel.train.replica import Replica, Run
+from archipel.train.task import NoTask, make_task
 
 TOPOLOGY = parse_topology(
     {"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}}
@@ -41,10 +46,10 @@ WORKERS = [worker.id for worker in TOPOLOGY.workers]
 class Later:
     """In the place of a host's thread for inner steps: they are taken when the test says so."""
 
-    jobs: deque[Callable[[], None]] = field(default_factory=deque)
+    jobs: deque[partial[None]] = field(default_factory=deque)
 
     def submit(self, job: Any, *arguments: Any) -> None:
-        self.jobs.append(lambda: job(*arguments))
+        self.jobs.append(partial(job, *arguments))
 
 
 @dataclass
@@ -65,10 +70,9 @@ class Town:
     def start(self, node: NodeId, **setup: Any) -> None:
         shard = Shard(WORKERS.index(node), 4, 0, 1, 0) if node in WORKERS else None
         usual: dict[str, Any] = {"task": NoTask(), "run": Run(100, 4, 0), "marks": ()}
+        usual |= {"seed_rank": 0, "shard": shard}
         told = HostSetup(
             actor=self.saves[node],
-            seed_rank=0,
-            shard=shard,
             step_time_s=0.0,
             epoch=1,
             **{**usual, **setup},
@@ -138,8 +142,16 @@ class Town:
         self.do(*self.rng.choice(possible))
         return True
 
-    def jobs(self, node: NodeId) -> deque[Callable[[], None]]:
+    def jobs(self, node: NodeId) -> deque[partial[None]]:
         return self.hosts[node].compute.thread.jobs  # type: ignore[attr-defined, no-any-return]
+
+    def takes_time(self, node: NodeId) -> bool:
+        """The next job of a host takes time on the virtual clock, where to apply a gradient and to
+        evaluate take none.
+        """
+        job = self.jobs(node)[0]
+        what = job.args[0] if job.args else job.func
+        return "apply" not in what.__qualname__ if callable(what) else False
 
     def do(self, what: str, where: Any) -> None:
         match what:
@@ -251,3 +263,101 @@ def test_workers_of_collectives_and_of_pairs_go_on_without_one_that_stays_away(m
     town.until(lambda: all(not news for news in town.news.values()))
     before = town.absorbed
     town.until(lambda: town.absorbed > before + 100)
+
+
+# The same as on the virtual clock
+
+BAD_BATCH = """
+import torch
+from archipel import Task
+
+def make():
+    return Task(lambda: torch.nn.Linear(4, 1), loss, batches, sgd, tokens_per_step=1)
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+def batches(shard, i):
+    generator = torch.Generator().manual_seed(1000 * shard.index + i)
+    bad = shard.split == "train" and (shard.index, i) == (1, 6)
+    return torch.randn(8, 4, generator=generator), torch.tensor(float("nan") if bad else 1.0)
+
+def loss(model, batch):
+    x, factor = batch
+    return factor * (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+"""
+
+
+@pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
+@pytest.mark.filterwarnings("ignore:worker east/w1")
+def test_after_a_bad_loss_a_live_run_goes_on_as_a_simulated_one(
+    method: str, tmp_path: Path, pools: Callable[[Recipe], Pool | None]
+) -> None:
+    """The worker with the bad batch is so fast that others are told of its loss, and that it is
+    back, before they have ended their own inner steps. So both clocks have one order of events.
+    """
+    (tmp_path / "bad.py").write_text(BAD_BATCH)
+    known = methods.load(method).Config.model_fields
+    chosen = parse_recipe(
+        {
+            "method": {"name": method, **({"inner_steps": 4} if "inner_steps" in known else {})},
+            "topology": {
+                "regions": {"east": [0.1, 1.0], "west": [0.1]},
+                "default": {"bandwidth_gbit_s": 10.0},
+            },
+            "profile": {"name": "slow", "model_bytes": 20, "step_time_s": 1.0},
+            "task": f"{tmp_path}/bad.py:make",
+            "run": {"steps": 120, "evaluations": 2},
+        }
+    )
+    simulator = make_simulator(chosen, pools(chosen))
+    simulator.run()
+    assert simulator.recorder.restarted == {NodeId("east", "w1"): 1}
+
+    workers = [worker.id for worker in chosen.topology.workers]
+    task = make_task(chosen.task)
+    model = Replica(task, Run(120, 3, 0), torch.device("cpu"))
+    world = World(chosen.topology.workers, model.layout.parameters, 0)
+    built = methods.load(method).build(chosen.config, world, model.first.clone())
+    town = Town(random.Random(0))
+    held = {actor.me: actor.trained for actor in simulator.holders()}
+    for rank, actor in enumerate(built):
+        town.saves[actor.me] = pickle.dumps(actor)
+        shard = Shard(rank, 3, 0, 1, 0)
+        marks = (held[actor.me],) if actor.me in held else ()
+        setup = {"task": chosen.task, "run": Run(120, 3, 0), "shard": shard, "marks": marks}
+        town.start(actor.me, seed_rank=rank, **setup)
+    for host in town.hosts.values():
+        host.begin()
+    fast = NodeId("east", "w1")
+    while not all(town.hosts[node].marks.complete.is_set() for node in held):
+        town.do(*next(quickest_first(town, [fast, *(node for node in workers if node != fast)])))
+    assert town.restarts.losses == 1
+    for node in held:
+        [theirs] = [actor.model() for actor in simulator.holders() if actor.me == node]
+        assert theirs is not None
+        # A newcomer's gradient is summed up last here, and by rank there.
+        torch.testing.assert_close(town.hosts[node].marks.vector(0), theirs, rtol=1e-5, atol=1e-6)
+
+
+def quickest_first(town: Town, workers: list[NodeId]) -> Iterator[tuple[str, Any]]:
+    """What can happen next: whatever takes no time, and then the inner steps of the first
+    worker that takes any.
+    """
+    for node, host in town.hosts.items():
+        # That all marks have been reached is nothing that anybody needs to look at here.
+        while not host.events.empty() and host.marks.complete.is_set():
+            host.events.get()
+        if not host.events.empty():
+            yield "look", node
+        if town.news[node]:
+            yield "news", node
+        if not host.mailbox.empty():
+            yield "handle", node
+    for pair, waiting in town.mail.items():
+        if waiting:
+            yield "mail", pair
+    for takes_time in (False, True):
+        for worker in workers:
+            if town.jobs(worker) and town.takes_time(worker) == takes_time:
+                yield "job", worker
