@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from archipel import methods, outer, simulation
+from archipel import checkpoint, methods, outer, simulation
 from archipel.actor import (
     Actor,
     Context,
@@ -36,9 +37,10 @@ from archipel.actor import (
 )
 from archipel.errors import TrainingError, UserError
 from archipel.live.all_reduce import CHUNK
+from archipel.live.compute import JobFailed
 from archipel.live.host import Host
 from archipel.live.mail import Envelope, Inbox, contents
-from archipel.live.protocol import HostSetup, Membership, News, Record, SaveFolder
+from archipel.live.protocol import BadLoss, HostSetup, Membership, News, Record, SaveFolder
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run import wire
@@ -512,9 +514,8 @@ class Listener(Actor):
 
 
 def lone(actor: Actor, posted: list[tuple[NodeId, Envelope]], **setup: Any) -> Host:
-    told = HostSetup(
-        pickle.dumps(actor), 0, NoTask(), Run(1, 1, 0), **{"shard": None, **setup}, **PLAIN
-    )
+    usual = {"task": NoTask(), "run": Run(1, 1, 0), "shard": None}
+    told = HostSetup(pickle.dumps(actor), 0, **{**usual, **PLAIN, **setup})
     return Host(told, lambda to, envelope: posted.append((to, envelope)))
 
 
@@ -558,6 +559,9 @@ class Server(Actor):
                 self.theta += gradient
             case Refused(update=Delta()):
                 self.refused.append(sender)
+
+    def model(self) -> Tensor:
+        return self.theta
 
 
 def test_a_bad_update_is_refused_and_its_sender_named() -> None:
@@ -760,3 +764,118 @@ def test_a_save_that_cannot_be_written_says_so(tmp_path: Path) -> None:
         match=r"event-\d+: this checkpoint cannot be written: .*; there is none before it$",
     ):
         trained(tmp_path).save()
+
+
+def test_a_host_answers_and_goes_on_while_its_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the disk is: silence would be taken for death."""
+    writing, may_end = threading.Event(), threading.Event()
+    write = checkpoint.write
+
+    def slow(*arguments: Any) -> Path:
+        writing.set()
+        assert may_end.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    folder = SaveFolder(tmp_path / "a", "")
+    host = lone(Listener(me=A, others=(B,)), [], save_folder=folder)
+    host.begin()
+    with ThreadPoolExecutor(1) as threads:
+        saving = threads.submit(host.save)
+        assert writing.wait(60)
+        host.handle(News(B))
+        assert (host.status().saving, host.status().events) == (True, 2)
+        may_end.set()
+        saving.result(timeout=60)
+    assert not host.status().saving
+    again = lone(Listener(me=A), [], begins="restart", save_folder=folder)
+    again.load()
+    assert again.actor.heard == ["Start"]  # type: ignore[attr-defined]  # as it was when asked
+
+
+def test_a_host_answers_while_a_handler_takes_long() -> None:
+    host = lone(Listener(me=A), [])
+    host.begin()
+    with host.lock:
+        status = host.status()
+    assert (status.events, status.doing, status.holds) == (1, "waits for a message", False)
+
+
+# A loss that is not finite
+
+
+def test_after_a_bad_loss_a_host_hears_nothing_until_its_new_life(tmp_path: Path) -> None:
+    folder = SaveFolder(tmp_path / "a", "")
+    host = lone(Listener(me=A, others=(B, C)), [], shard=SHARD, save_folder=folder)
+    host.begin()
+    host.ctx.after(0, Trained(torch.zeros(0), 1, ()))  # of the earlier life
+    host.node.busy = True
+    host.handle(JobFailed("worker east/a: the loss is nan"))
+    event = host.events.get()
+    assert event == BadLoss("worker east/a: the loss is nan", finished=True)
+    host.handle(News(B))
+    host.deliver(letter(0, C))
+    host.begin_again(Membership(1, {}, (B,), 1))
+    while not host.mailbox.empty():
+        item = host.mailbox.get()
+        assert item is not None
+        host.handle(item)
+    heard = host.actor.heard  # type: ignore[attr-defined]
+    assert heard == ["Start", "Joined east/a", "Lost east/b"]
+    assert not host.node.busy
+    host.deliver(letter(0, C, lives=(0, 1)))
+    item = host.mailbox.get()
+    assert item is not None
+    host.handle(item)
+    assert heard[-1] == "Start"  # what is sent to its new life is heard
+    host.handle(JobFailed("worker east/a: the loss is inf"))
+    assert host.events.get() == BadLoss("worker east/a: the loss is inf", finished=False)
+
+
+def test_after_a_bad_loss_the_optimizer_begins_anew_behind_the_bad_batch(tmp_path: Path) -> None:
+    host = trained(tmp_path)
+    phi, batch = host.actor.phi.clone(), host.compute.batch  # type: ignore[attr-defined]
+    assert host.compute.state[0].flatten()[0]  # its optimizer has begun
+    host.handle(JobFailed("not finite"))
+    assert not host.compute.state[0].flatten()[0]
+    assert torch.equal(host.actor.phi, phi)  # type: ignore[attr-defined]
+    assert host.compute.batch == batch
+
+
+# Evaluations
+
+
+def test_a_host_evaluates_its_model_at_each_mark_with_or_without_training_itself() -> None:
+    """A server too, which makes a replica only then."""
+    chosen = recipe("halos")
+    replica = Replica(make_task(chosen.task), Run(200, 1, 0), torch.device("cpu"))
+    theta = replica.first.clone()
+    [expected] = replica.evaluate(theta)
+    for shard in (SHARD, None):
+        host = lone(Server(me=A, theta=theta), [], task=chosen.task, shard=shard, marks=(0,))
+        assert (host.compute.replica is None) == (shard is None)
+        host.begin()
+        host.compute.thread.shutdown(wait=True)
+        assert [mark.loss for mark in host.marks.reached] == [expected]
+        assert torch.equal(torch.from_numpy(host.part(0, 3, 8)), theta[3:8])
+
+
+def test_a_task_that_fails_in_an_evaluation_is_named_with_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(replica: Replica, theta: Tensor) -> list[float]:
+        raise ValueError("no validation data")
+
+    monkeypatch.setattr(Replica, "evaluate", broken)
+    chosen = recipe("halos")
+    theta = Replica(make_task(chosen.task), Run(200, 1, 0), torch.device("cpu")).first.clone()
+    host = lone(Server(me=A, theta=theta), [], task=chosen.task, marks=(0,))
+    host.begin()
+    host.compute.thread.shutdown(wait=True)
+    [mark] = host.marks.reached
+    assert re.fullmatch(
+        r"east/a: the task failed at .*test_host.py:\d+: ValueError: no validation data",
+        mark.failure or "",
+    )

@@ -10,8 +10,10 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +23,18 @@ from hypothesis import strategies as st
 
 from archipel import methods
 from archipel.actor import NodeId, World
+from archipel.live.compute import JobFailed
 from archipel.live.host import Host
 from archipel.live.mail import Envelope
 from archipel.live.protocol import HostSetup, Membership, News
+from archipel.live.restarts import Restarts
+from archipel.recipe import Recipe, parse_recipe
 from archipel.sim.topology import parse_topology
+from archipel.simulation import make_simulator
 from archipel.train.data import Shard
-from archipel.train.replica import Run
-from archipel.train.task import NoTask
+from archipel.train.pool import Pool
+from archipel.train.replica import Replica, Run
+from archipel.train.task import NoTask, make_task
 
 TOPOLOGY = parse_topology(
     {"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}}
@@ -39,28 +46,37 @@ WORKERS = [worker.id for worker in TOPOLOGY.workers]
 class Later:
     """In the place of a host's thread for inner steps: they are taken when the test says so."""
 
-    jobs: deque[Callable[[], None]] = field(default_factory=deque)
+    jobs: deque[partial[None]] = field(default_factory=deque)
 
     def submit(self, job: Any, *arguments: Any) -> None:
-        self.jobs.append(lambda: job(*arguments))
+        self.jobs.append(partial(job, *arguments))
 
 
 @dataclass
 class Town:
-    """All hosts, what is on its way between them, and the news that each has not been given yet."""
+    """All hosts, what is on its way between them, and what each has not been told yet.
+
+    `bad_losses` is how likely inner steps are to end with a loss that is not finite.
+    """
 
     rng: random.Random
     hosts: dict[NodeId, Host] = field(default_factory=dict)
     saves: dict[NodeId, bytes] = field(default_factory=dict)
     mail: dict[tuple[NodeId, NodeId], deque[bytes]] = field(default_factory=dict)
-    news: dict[NodeId, deque[News]] = field(default_factory=dict)
-    lives: dict[NodeId, int] = field(default_factory=dict)
-    gone: list[NodeId] = field(default_factory=list)
-    losses: int = 0
+    news: dict[NodeId, deque[News | Membership]] = field(default_factory=dict)
+    restarts: Restarts = field(default_factory=lambda: Restarts(10**9))
+    bad_losses: float = 0.0
 
     def start(self, node: NodeId, **setup: Any) -> None:
         shard = Shard(WORKERS.index(node), 4, 0, 1, 0) if node in WORKERS else None
-        told = HostSetup(self.saves[node], 0, NoTask(), Run(100, 4, 0), shard, (), 0.0, 1, **setup)
+        usual: dict[str, Any] = {"task": NoTask(), "run": Run(100, 4, 0), "marks": ()}
+        usual |= {"seed_rank": 0, "shard": shard}
+        told = HostSetup(
+            actor=self.saves[node],
+            step_time_s=0.0,
+            epoch=1,
+            **{**usual, **setup},
+        )
         host = Host(told, lambda to, envelope: self.post(node, to, envelope))
         host.compute.thread = Later()  # type: ignore[assignment]
         self.hosts[node], self.news[node] = host, deque()
@@ -68,27 +84,46 @@ class Town:
     def post(self, sender: NodeId, to: NodeId, envelope: Envelope) -> None:
         self.mail.setdefault((sender, to), deque()).append(pickle.dumps(envelope))
 
+    # What the watch does
+
+    def tell_others(self, node: NodeId, news: News | None) -> None:
+        for other, waiting in self.news.items():
+            if other != node and news is not None:
+                waiting.append(news)
+
     def kill(self, node: NodeId) -> None:
         del self.hosts[node], self.news[node]
         for pair in [
             pair for pair in self.mail if pair[0] == node
         ]:  # what is on its way to it may reach its next life
             del self.mail[pair]
-        self.gone.append(node)
-        self.losses += 1
-        for news in self.news.values():
-            news.append(News(node))
+        self.tell_others(node, self.restarts.lose(node, process=True))
+
+    @property
+    def dead(self) -> list[NodeId]:
+        return list(self.restarts.without_process)
 
     def revive(self, node: NodeId) -> None:
-        life = self.lives[node] = self.lives.get(node, 0) + 1
-        self.gone.remove(node)
-        lives = {other: number for other, number in self.lives.items() if other != node}
-        membership = Membership(life, lives, tuple(self.gone), self.losses)
-        self.start(node, begins="restart", membership=membership)
-        for other, news in self.news.items():
-            if other != node:
-                news.append(News(node, life))
+        self.start(node, begins="restart", membership=self.restarts.begin_life(node))
+        self.tell_others(node, self.restarts.join(node))
         self.hosts[node].begin()
+
+    def look(self, node: NodeId) -> None:
+        """A loss of a host was not finite: it is told to begin again, behind all earlier news."""
+        if not self.hosts[node].events.empty():
+            self.hosts[node].events.get()
+            self.tell_others(node, self.restarts.lose(node, process=False))
+            self.news[node].append(self.restarts.begin_life(node))
+
+    def tell(self, node: NodeId) -> None:
+        match self.news[node].popleft():
+            case Membership() as membership:
+                self.hosts[node].begin_again(membership)
+                self.tell_others(node, self.restarts.join(node))
+            case news:
+                self.hosts[node].tell(news)
+
+    # What may happen next
 
     def happen(self) -> bool:
         """One of the things that can happen next, if there is any."""
@@ -98,24 +133,44 @@ class Town:
             if waiting and pair[1] in self.hosts
         ]
         for node, host in self.hosts.items():
-            possible += [("job", node)] * bool(host.compute.thread.jobs)  # type: ignore[attr-defined]
+            possible += [("job", node)] * bool(self.jobs(node))
             possible += [("news", node)] * bool(self.news[node])
+            possible += [("look", node)] * (not host.events.empty())
             possible += [("handle", node)] * (not host.mailbox.empty())
         if not possible:
             return False
-        what, where = self.rng.choice(possible)
+        self.do(*self.rng.choice(possible))
+        return True
+
+    def jobs(self, node: NodeId) -> deque[partial[None]]:
+        return self.hosts[node].compute.thread.jobs  # type: ignore[attr-defined, no-any-return]
+
+    def takes_time(self, node: NodeId) -> bool:
+        """The next job of a host takes time on the virtual clock, where to apply a gradient and to
+        evaluate take none.
+        """
+        job = self.jobs(node)[0]
+        what = job.args[0] if job.args else job.func
+        return "apply" not in what.__qualname__ if callable(what) else False
+
+    def do(self, what: str, where: Any) -> None:
         match what:
             case "mail":
                 self.hosts[where[1]].deliver(pickle.loads(self.mail[where].popleft()))
             case "job":
-                self.hosts[where].compute.thread.jobs.popleft()()  # type: ignore[attr-defined]
+                job = self.jobs(where).popleft()
+                if self.rng.random() < self.bad_losses:
+                    self.hosts[where].mailbox.put(JobFailed("not finite"))
+                else:
+                    job()
             case "news":
-                self.hosts[where].tell(self.news[where].popleft())
+                self.tell(where)
+            case "look":
+                self.look(where)
             case "handle":
                 item = self.hosts[where].mailbox.get()
                 assert item is not None
                 self.hosts[where].handle(item)
-        return True
 
     def save(self, node: NodeId) -> None:
         self.saves[node] = pickle.dumps(self.hosts[node].actor)
@@ -154,9 +209,10 @@ def town_of(method: str, seed: int) -> Town:
 @pytest.mark.parametrize("method", methods.names())
 @given(st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_whoever_is_killed_and_started_again_all_go_on(method: str, seed: int) -> None:
+def test_whoever_is_killed_or_has_a_bad_loss_all_go_on(method: str, seed: int) -> None:
     town = town_of(method, seed)
     rng = town.rng
+    town.bad_losses = rng.choice([0.0, 0.05])
     for _ in range(rng.randint(1, 8)):
         for _ in range(rng.randint(0, 150)):
             town.happen()
@@ -164,12 +220,13 @@ def test_whoever_is_killed_and_started_again_all_go_on(method: str, seed: int) -
                 node = rng.choice(list(town.hosts))
                 if not town.hosts[node].node.busy:
                     town.save(node)
-        if town.gone and rng.random() < 0.6:
-            town.revive(rng.choice(town.gone))
+        if town.dead and rng.random() < 0.6:
+            town.revive(rng.choice(town.dead))
         elif town.hosts:
             town.kill(rng.choice(list(town.hosts)))
-    for node in list(town.gone):
+    for node in town.dead:
         town.revive(node)
+    town.bad_losses = 0.0
     town.until(lambda: all(not news for news in town.news.values()))
     before, taken = town.absorbed, {node: town.hosts[node].compute.batch for node in WORKERS}
     town.until(
@@ -206,3 +263,101 @@ def test_workers_of_collectives_and_of_pairs_go_on_without_one_that_stays_away(m
     town.until(lambda: all(not news for news in town.news.values()))
     before = town.absorbed
     town.until(lambda: town.absorbed > before + 100)
+
+
+# The same as on the virtual clock
+
+BAD_BATCH = """
+import torch
+from archipel import Task
+
+def make():
+    return Task(lambda: torch.nn.Linear(4, 1), loss, batches, sgd, tokens_per_step=1)
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+def batches(shard, i):
+    generator = torch.Generator().manual_seed(1000 * shard.index + i)
+    bad = shard.split == "train" and (shard.index, i) == (1, 6)
+    return torch.randn(8, 4, generator=generator), torch.tensor(float("nan") if bad else 1.0)
+
+def loss(model, batch):
+    x, factor = batch
+    return factor * (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+"""
+
+
+@pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
+@pytest.mark.filterwarnings("ignore:worker east/w1")
+def test_after_a_bad_loss_a_live_run_goes_on_as_a_simulated_one(
+    method: str, tmp_path: Path, pools: Callable[[Recipe], Pool | None]
+) -> None:
+    """The worker with the bad batch is so fast that others are told of its loss, and that it is
+    back, before they have ended their own inner steps. So both clocks have one order of events.
+    """
+    (tmp_path / "bad.py").write_text(BAD_BATCH)
+    known = methods.load(method).Config.model_fields
+    chosen = parse_recipe(
+        {
+            "method": {"name": method, **({"inner_steps": 4} if "inner_steps" in known else {})},
+            "topology": {
+                "regions": {"east": [0.1, 1.0], "west": [0.1]},
+                "default": {"bandwidth_gbit_s": 10.0},
+            },
+            "profile": {"name": "slow", "model_bytes": 20, "step_time_s": 1.0},
+            "task": f"{tmp_path}/bad.py:make",
+            "run": {"steps": 120, "evaluations": 2},
+        }
+    )
+    simulator = make_simulator(chosen, pools(chosen))
+    simulator.run()
+    assert simulator.recorder.restarted == {NodeId("east", "w1"): 1}
+
+    workers = [worker.id for worker in chosen.topology.workers]
+    task = make_task(chosen.task)
+    model = Replica(task, Run(120, 3, 0), torch.device("cpu"))
+    world = World(chosen.topology.workers, model.layout.parameters, 0)
+    built = methods.load(method).build(chosen.config, world, model.first.clone())
+    town = Town(random.Random(0))
+    held = {actor.me: actor.trained for actor in simulator.holders()}
+    for rank, actor in enumerate(built):
+        town.saves[actor.me] = pickle.dumps(actor)
+        shard = Shard(rank, 3, 0, 1, 0)
+        marks = (held[actor.me],) if actor.me in held else ()
+        setup = {"task": chosen.task, "run": Run(120, 3, 0), "shard": shard, "marks": marks}
+        town.start(actor.me, seed_rank=rank, **setup)
+    for host in town.hosts.values():
+        host.begin()
+    fast = NodeId("east", "w1")
+    while not all(town.hosts[node].marks.complete.is_set() for node in held):
+        town.do(*next(quickest_first(town, [fast, *(node for node in workers if node != fast)])))
+    assert town.restarts.losses == 1
+    for node in held:
+        [theirs] = [actor.model() for actor in simulator.holders() if actor.me == node]
+        assert theirs is not None
+        # A newcomer's gradient is summed up last here, and by rank there.
+        torch.testing.assert_close(town.hosts[node].marks.vector(0), theirs, rtol=1e-5, atol=1e-6)
+
+
+def quickest_first(town: Town, workers: list[NodeId]) -> Iterator[tuple[str, Any]]:
+    """What can happen next: whatever takes no time, and then the inner steps of the first
+    worker that takes any.
+    """
+    for node, host in town.hosts.items():
+        # That all marks have been reached is nothing that anybody needs to look at here.
+        while not host.events.empty() and host.marks.complete.is_set():
+            host.events.get()
+        if not host.events.empty():
+            yield "look", node
+        if town.news[node]:
+            yield "news", node
+        if not host.mailbox.empty():
+            yield "handle", node
+    for pair, waiting in town.mail.items():
+        if waiting:
+            yield "mail", pair
+    for takes_time in (False, True):
+        for worker in workers:
+            if town.jobs(worker) and town.takes_time(worker) == takes_time:
+                yield "job", worker

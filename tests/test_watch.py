@@ -5,29 +5,31 @@ what they would say.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import ray
 import torch
 from torch import Tensor
 
-from archipel.actor import NodeId
+from archipel.actor import NodeId, Start
 from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError
+from archipel.live import fleet
+from archipel.live.course import Course
+from archipel.live.evaluations import Evaluations
+from archipel.live.fleet import Died, Fleet
+from archipel.live.health import Health
+from archipel.live.home import Home
+from archipel.live.mail import Envelope, Inbox
 from archipel.live.marks import COPIES, Marks
 from archipel.live.protocol import Mark, Membership, News, Status
 from archipel.live.restarts import Restarts
 from archipel.live.saves import Schedule
 from archipel.run.census import Census, Plan
 from archipel.run.metrics import Recorder
-
-pytest.importorskip("ray")
-
-from archipel.live.course import Course
-from archipel.live.evaluations import Evaluations
-from archipel.live.fleet import Died
-from archipel.live.health import Health
-from archipel.live.home import Home
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
 
@@ -117,6 +119,22 @@ def test_a_host_that_is_lost_and_joins_is_told_who_is_there() -> None:
     assert restarts.join(A) == News(A, 1)
     assert list(restarts.gone) == []
     assert restarts.counts == {A: 1}
+
+
+def test_of_a_host_that_begins_again_another_one_is_told_the_life_that_has_ended() -> None:
+    """Else it would take the first messages of the new life for those of a lost one."""
+    restarts = Restarts(3)
+    for node in (A, B):
+        restarts.lose(node, process=True)
+    restarts.begin_life(A)
+    there = restarts.begin_life(B)
+    assert there == Membership(1, {}, (A,), 2)
+    inbox = Inbox(epoch=1, life=there.life, lives=dict(there.lives), gone=set(there.gone))
+    early = Envelope(A, 1, (1, 1), 0, 0.0, Start, ())
+    assert inbox.accept(early) == []
+    news = restarts.join(A)
+    assert news.life is not None
+    assert inbox.joined(A, news.life) == [early]
 
 
 def test_a_host_that_dies_while_it_is_started_again_is_lost_once() -> None:
@@ -377,3 +395,64 @@ def test_a_model_that_is_lost_on_its_way_home_is_an_error() -> None:
     run = course(marks=[{A: 0}], plan=PLAN)
     with pytest.raises(TrainingError, match=r"^nobody who holds the model was there when it was"):
         run.take_home()
+
+
+# Parts of a model on slow links
+
+
+@dataclass
+class SlowRay:
+    """In the place of Ray: a call is what it returns, and how often it is waited for in vain. A
+    host that is gone answers nothing.
+    """
+
+    waited: list[float] = field(default_factory=list)
+    gone: bool = False
+    exceptions = ray.exceptions
+
+    def wait(self, refs: list[Any], timeout: float, num_returns: int = 1) -> Any:
+        [ref] = refs
+        self.waited.append(timeout)
+        if ref["late"] > 0 or self.gone:
+            ref["late"] -= 1
+            return [], refs
+        return refs, []
+
+    def get(self, ref: Any) -> Any:
+        return ref["value"]
+
+    def host(self, vector: Tensor, late: int) -> Any:
+        def part(number: int, start: int, stop: int) -> Any:
+            return {"value": vector[start:stop].numpy(), "late": late}
+
+        def status(released: int) -> Any:
+            return {"value": None, "late": 0}
+
+        calls = {"part": part, "status": status}
+        methods = {name: SimpleNamespace(remote=call) for name, call in calls.items()}
+        return SimpleNamespace(**methods)
+
+
+def fleet_on(slow: SlowRay, vector: Tensor, late: int, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    monkeypatch.setattr(fleet, "ray", slow)
+    monkeypatch.setattr(fleet, "CHUNK", 4)
+    return Fleet(cast(Any, None), {}, hosts={A: slow.host(vector, late)})
+
+
+@pytest.mark.parametrize("numel", [0, 3, 4, 8, 23])
+@pytest.mark.parametrize("late", [0, 5])
+def test_a_part_of_the_model_takes_as_long_as_it_takes(
+    numel: int, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece comes after `late` deadlines, while the host answers all questions."""
+    vector = torch.arange(float(numel))
+    hosts = fleet_on(SlowRay(), vector, late, monkeypatch)
+    assert torch.equal(hosts.fetch(A, 0, 2.0), vector)
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowRay(gone=True)
+    hosts = fleet_on(slow, torch.zeros(8), 0, monkeypatch)
+    with pytest.raises(Died, match=r"^it has not answered for 4 s$"):
+        hosts.fetch(A, 0, 2.0)
+    assert slow.waited == [2.0, 2.0]

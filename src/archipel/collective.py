@@ -80,6 +80,7 @@ class Member(Actor):
         newcomers: those others who wait, and the terms and rounds of their saves; until it is
             agreed that they take part.
         gone: those who have crashed or left.
+        invited_by: whose word is all that I have for taking part; None: a mean has had me in it.
     """
 
     theta: Vector
@@ -95,6 +96,7 @@ class Member(Actor):
     lost_lately: dict[NodeId, None] = field(default_factory=dict)
     newcomers: dict[NodeId, tuple[Term, int]] = field(default_factory=dict)
     gone: dict[NodeId, None] = field(default_factory=dict)
+    invited_by: NodeId | None = None
 
     @abstractmethod
     def compute(self, ctx: Context) -> None:
@@ -120,9 +122,9 @@ class Member(Actor):
         say no.
         """
         self.computing = False
-        if self.outdated:
+        if self.outdated and not self.waiting:
             self.begin(ctx)
-        return not self.computing
+        return not self.computing and not self.waiting
 
     def agree(self, group: Group) -> None:
         """These, and nobody else, have taken part in the round; so everybody knows, in the same
@@ -130,6 +132,8 @@ class Member(Actor):
 
         Who was lost after it had given its part, and before I knew the mean, takes part no longer.
         """
+        if self.me in group:
+            self.invited_by, self.waiting = None, False
         if group is not self.group and group != self.group:  # one object where nobody is ever lost
             self.since = {node: self.round for node in group if node not in self.group} | self.since
             self.regroup(node for node in group if node not in self.lost_lately)
@@ -146,8 +150,15 @@ class Member(Actor):
         )
 
     def next_round(self, ctx: Context) -> None:
-        """All of `group` have taken their step, and `progress` is up to date: go on together."""
+        """All of `group` have taken their step, and `progress` is up to date: go on together.
+
+        If I am not one of them, they do not know that I take part: whoever invited me was lost
+        before it could tell them. Then I am a newcomer again.
+        """
         self.round += 1
+        if self.me not in self.group:
+            self.wait_for_model(ctx)
+            return
         self.newcomers = {
             node: number for node, number in self.newcomers.items() if node not in self.group
         }
@@ -163,12 +174,16 @@ class Member(Actor):
                 self.newcomers.pop(node, None)
                 self.regroup(member for member in self.group if member != node)
                 self.absorbed = self.progress if self.holds else 0
-                self.start_if_nobody_else_can(ctx)
+                if node == self.invited_by:
+                    # Nobody else may know that I take part. If I went on by myself, there could be
+                    # two models of one term.
+                    self.wait_for_model(ctx)
+                else:
+                    self.start_if_nobody_else_can(ctx)
             case Joined(node=self.me):
-                self.waiting, self.computing, self.absorbed = True, False, 0
+                self.computing = False
                 self.newcomers, self.gone, self.lost_lately = {}, {}, {}
-                self.say_hello(self.everybody, ctx)
-                self.start_if_nobody_else_can(ctx)
+                self.wait_for_model(ctx)
             case Joined(node=node):
                 self.gone.pop(node, None)
                 if self.waiting:  # what I said to it, or what it answered, may have been lost
@@ -198,8 +213,15 @@ class Member(Actor):
                 self.progress = message.progress
                 self.regroup(node for node in message.group if node not in self.lost_lately)
                 self.take_over(momentum)
-                self.waiting = False
+                self.waiting, self.invited_by = False, sender
                 self.begin(ctx)
+
+    def wait_for_model(self, ctx: Context) -> None:
+        """I am a newcomer."""
+        self.waiting, self.absorbed, self.invited_by = True, 0, None
+        self.outdated = self.computing
+        self.say_hello(self.everybody, ctx)
+        self.start_if_nobody_else_can(ctx)
 
     def say_hello(self, to: Iterable[NodeId], ctx: Context) -> None:
         for node in to:
@@ -253,7 +275,7 @@ class Member(Actor):
     @property
     def holds(self) -> bool:
         """I hold the model that a user takes home."""
-        return not self.waiting and self.me == self.group[0]
+        return not self.waiting and self.group[:1] == (self.me,)
 
     def model(self) -> Vector | None:
         """All members hold the same model: the holder's is taken."""

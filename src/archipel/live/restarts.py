@@ -24,7 +24,9 @@ class Restarts:
     Attributes:
         most: how often one process may be started again.
         counts: how often each process has been, in the whole run.
-        lives: how many lives each host has had before, since the command has run.
+        lives: how many lives each host has had before, as the others know, since the command has
+            run.
+        begun: the same, as each host knows itself.
         gone: hosts that are lost now, in the order in which they were lost.
         without_process: those of them whose process is to be started again.
         losses: how often any host has been lost, since the command has run.
@@ -33,6 +35,7 @@ class Restarts:
     most: int
     counts: dict[NodeId, int] = field(default_factory=dict)
     lives: dict[NodeId, int] = field(default_factory=dict)
+    begun: dict[NodeId, int] = field(default_factory=dict)
     gone: dict[NodeId, None] = field(default_factory=dict)
     without_process: dict[NodeId, None] = field(default_factory=dict)
     losses: int = 0
@@ -57,11 +60,15 @@ class Restarts:
         return News(node)
 
     def begin_life(self, node: NodeId) -> Membership:
-        """A lost host begins its next life: what it is told."""
-        self.lives[node] = self.lives.get(node, 0) + 1
+        """A lost host begins its next life: what it is told.
+
+        Of another one that is lost it is told the life that has ended, even if the next one has
+        begun already: the news of that will reach it, and mail that comes earlier waits for it.
+        """
+        self.begun[node] = self.begun.get(node, 0) + 1
         self.without_process.pop(node, None)
         return Membership(
-            life=self.lives[node],
+            life=self.begun[node],
             lives={other: life for other, life in self.lives.items() if other != node},
             gone=tuple(other for other in self.gone if other != node),
             losses=self.losses,
@@ -70,4 +77,5 @@ class Restarts:
     def join(self, node: NodeId) -> News:
         """A host has begun its next life: what the others are told."""
         self.gone.pop(node, None)
+        self.lives[node] = self.begun[node]
         return News(node, self.lives[node])
