@@ -15,6 +15,8 @@ from types import ModuleType
 
 from archipel.errors import UserError, seen_from
 
+PREFIX = "archipel_user_"
+"""What the names begin with that the modules of such files get."""
 folders: list[str] = []
 """The folders of all files that have been imported here, which have become importable."""
 _importing: list[Path] = []
@@ -25,7 +27,8 @@ def import_file(path: Path, place: str) -> ModuleType:
     """The module in the file `path`; `place` names it in errors.
 
     Its folder becomes importable, and comes first, as that of a script does with `python path`: the
-    file can import its neighbours, now or later.
+    file can import its neighbours, now or later. Another user's file may have imported neighbours
+    of the same names; those are not found in their place.
 
     Raises:
         UserError: there is no such file, it is not a Python file, or what it does when it is
@@ -33,13 +36,10 @@ def import_file(path: Path, place: str) -> ModuleType:
     """
     if not os.path.isfile(path):
         raise UserError(f"{place}: there is no file {str(path)!r}{seen_from(path)}")
-    spec = importlib.util.spec_from_file_location(f"archipel_user_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(PREFIX + path.stem, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{place}: {str(path)!r} is not a Python file")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-        folders.append(folder)
+    _put_first(str(path.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
     _importing.append(path)
@@ -54,6 +54,31 @@ def import_file(path: Path, place: str) -> ModuleType:
     finally:
         _importing.remove(path)
     return module
+
+
+def _put_first(folder: str) -> None:
+    """Have imports look in this folder first, also for names that another user's folder has."""
+    for name, module in list(sys.modules.items()):
+        home = _user_folder(module)
+        neighbour = Path(folder, name.split(".")[0])
+        if home not in (None, folder) and (
+            neighbour.is_dir() or neighbour.with_suffix(".py").is_file()
+        ):
+            del sys.modules[name]
+    if folder in folders:
+        sys.path.remove(folder)
+    else:
+        folders.append(folder)
+    sys.path.insert(0, folder)
+
+
+def _user_folder(module: ModuleType) -> str | None:
+    """Which of `folders` the file of an imported neighbour lies in."""
+    file = getattr(module, "__file__", None)
+    if file is None or "site-packages" in file or module.__name__.startswith(PREFIX):
+        return None
+    homes = [folder for folder in folders if Path(folder) in Path(file).parents]
+    return max(homes, key=len, default=None)
 
 
 def check_not_importing(function: str) -> None:
