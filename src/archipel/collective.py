@@ -12,13 +12,19 @@ holds the model that a user takes home, and has one more duty:
 - At the start of the next round the **holder** sends it the `State` of that round and names it in
   its own all-reduce. An all-reduce waits for whoever any member names, so that nobody else has to
   know beforehand.
+- If the holder is lost right then, the others may not know of the newcomer. So until a mean has had
+  it in it, it takes the loss of whoever invited it as its own: it is a newcomer again.
 - If nobody is left who has a model, the newcomer with the most rounds in its save becomes the
   holder, and starts a new *term*.
 
-A newcomer goes by what the others have told it, and one of them may have got a model since, from
-somebody who was then lost. So two may hold a model at once. Each of them sends its `State` to all
-others, and whoever gets one of a later term takes it: the later term wins, and what the other one
-has done is lost.
+A newcomer goes by what it has been told, which may be old: one of the others may have got a model
+since, or may be back from a crash and have started a term too. So two may hold a model at once. The
+later term wins, and what is done in the other one is lost:
+
+- Whoever holds the model of a term that somebody has started says so (`Holding`) to each one that
+  is there again. If that one has a later term, it says so in turn.
+- Whoever hears of a later term, or gets its `State`, leaves its group, tells that group, and is a
+  newcomer of the later term.
 
 A member that cannot be reached is still a member: nobody can tell it from one that goes on by
 itself, and two groups that go on apart would be two models. So a collective waits until the link is
@@ -36,6 +42,8 @@ from archipel.actor import Actor, Context, Group, Joined, Lost, Message, NodeId,
 Term = tuple[int, int]
 """How often somebody has had to start again with all others, and the rank of the last one who has.
 """
+FIRST: Term = (0, 0)
+"""The term in which all begin. Nobody has started it, so there is one model of it at most."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,6 +67,13 @@ class State(Message):
     since: dict[NodeId, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Holding(Message):
+    """There is a model of this term. Whoever has one of an earlier term gives it up."""
+
+    term: Term
+
+
 @dataclass(kw_only=True)
 class Member(Actor):
     """One member; a method says what it does in a round.
@@ -72,8 +87,8 @@ class Member(Actor):
         round: the number of this round.
         progress: inner steps that the model has absorbed, of all members together.
         computing: I have asked for inner steps, and they are not done.
-        outdated: and when they are, they are of a round that is over.
-        waiting: I am a newcomer.
+        outdated: the inner steps under way are of a round that is over.
+        waiting: I am a newcomer, who has no model yet.
         since: the round from which each of them has taken part, where that is not the first.
         lost_lately: those who were lost in this round; a State that names them may be older than
             that.
@@ -86,7 +101,7 @@ class Member(Actor):
     theta: Vector
     everybody: Group
     group: Group
-    term: Term = (0, 0)
+    term: Term = FIRST
     round: int = 0
     progress: int = 0
     computing: bool = False
@@ -188,33 +203,44 @@ class Member(Actor):
                 self.gone.pop(node, None)
                 if self.waiting:  # what I said to it, or what it answered, may have been lost
                     self.say_hello((node,), ctx)
-                elif (
-                    self.holds and node in self.newcomers and node in self.group
-                ):  # or how I invited it
-                    self.send_state(node, ctx)
+                elif self.holds and node in self.newcomers and node in self.group:
+                    self.send_state(node, ctx)  # how I invited it may have been lost
+                elif self.holds and self.term != FIRST:
+                    ctx.send(node, Holding(self.term))
+            case Holding(term=term) if not self.waiting and term > self.term:
+                self.tell_group(message, ctx)
+                self.wait_for_model(ctx)
+            case Holding(term=term) if not self.waiting and term < self.term:
+                ctx.send(sender, Holding(self.term))
             case Hello() if self.holds and sender in self.group:
                 self.send_state(sender, ctx)
             case Hello(term=term, round=number):
                 self.newcomers[sender] = term, number
                 self.start_if_nobody_else_can(ctx)
-            case State(theta=theta, momentum=momentum, term=term, round=number) if self.waiting or (
-                term,
-                number,
-            ) > (
-                self.term,
-                self.round,
-            ):
-                self.theta, self.term, self.round, self.since = (
-                    theta.clone(),
-                    term,
-                    number,
-                    {**message.since},
-                )
-                self.progress = message.progress
-                self.regroup(node for node in message.group if node not in self.lost_lately)
-                self.take_over(momentum)
-                self.waiting, self.invited_by = False, sender
-                self.begin(ctx)
+            case State(term=term, round=number) if self.waiting or (term, number) > self.reached:
+                self.take(message, sender, ctx)
+
+    def take(self, state: State, sender: NodeId, ctx: Context) -> None:
+        """Go on from another member's model, in its round."""
+        if not self.waiting and state.term != self.term:
+            self.tell_group(Holding(state.term), ctx)
+        self.theta = state.theta.clone()
+        self.term = state.term
+        self.round = state.round
+        self.progress = state.progress
+        self.since = {**state.since}
+        # It may have been sent before its sender knew who is lost. The sender itself is there.
+        self.regroup(node for node in state.group if node == sender or node not in self.lost_lately)
+        self.take_over(state.momentum)
+        self.waiting = False
+        self.invited_by = sender
+        self.begin(ctx)
+
+    def tell_group(self, later: Holding, ctx: Context) -> None:
+        """I leave my group for a later term; it would wait for me in vain."""
+        for node in self.group:
+            if node != self.me:
+                ctx.send(node, later)
 
     def wait_for_model(self, ctx: Context) -> None:
         """I am a newcomer."""
@@ -226,13 +252,13 @@ class Member(Actor):
     def say_hello(self, to: Iterable[NodeId], ctx: Context) -> None:
         for node in to:
             if node != self.me:
-                ctx.send(node, Hello(self.term, self.round))
+                ctx.send(node, Hello(*self.reached))
 
     def start_if_nobody_else_can(self, ctx: Context) -> None:
         """If I am a newcomer, and all others are gone or newcomers too: the one who knows most
         starts.
         """
-        known = {**self.newcomers, self.me: (self.term, self.round)}
+        known = {**self.newcomers, self.me: self.reached}
         if self.waiting and all(node in known or node in self.gone for node in self.everybody):
             most = max(known.values())
             if self.me == next(node for node in self.everybody if known.get(node) == most):
@@ -271,6 +297,11 @@ class Member(Actor):
         """Of this round among those of all terms: what members reduce together has one number."""
         times, rank = self.term
         return ((times * len(self.everybody) + rank) << 32) + self.round
+
+    @property
+    def reached(self) -> tuple[Term, int]:
+        """How far I am: of two models the later one is kept."""
+        return self.term, self.round
 
     @property
     def holds(self) -> bool:
