@@ -44,12 +44,13 @@ from archipel.live.protocol import BadLoss, HostSetup, Membership, News, Record,
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run import wire
+from archipel.run.metrics import Recorder
 from archipel.run.screening import ScreeningConfig
 from archipel.train.data import Shard
 from archipel.train.inner_steps import Solo
 from archipel.train.pool import Pool
 from archipel.train.replica import Replica, Run
-from archipel.train.task import NoTask, TaskConfig, make_task
+from archipel.train.task import NoTask, TaskConfig, UserTask, make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
 
@@ -862,10 +863,58 @@ def test_a_host_evaluates_its_model_at_each_mark_with_or_without_training_itself
         assert torch.equal(torch.from_numpy(host.part(0, 3, 8)), theta[3:8])
 
 
+COUNTED = """
+import torch
+from archipel import Task
+
+class Counted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("batches", torch.tensor(0))
+
+    def forward(self, x):
+        if self.training:
+            self.batches += 1
+        return self.weight * self.batches
+
+def make():
+    return Task(
+        Counted,
+        lambda model, x: model(x).mean(),
+        lambda shard, i: torch.zeros(2),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        tokens_per_step=1,
+    )
+"""
+
+
+def test_an_evaluation_has_the_integer_buffers_of_its_mark(tmp_path: Path) -> None:
+    """They are part of the model, and the steps of the job under way are not in them yet."""
+    (tmp_path / "task.py").write_text(COUNTED)
+    task = UserTask(name=f"{tmp_path}/task.py:make")
+    run = Run(200, 1, 0)
+    theta = Replica(make_task(task), run, torch.device("cpu")).first.clone()
+    host = lone(Server(me=A, theta=theta), [], task=task, run=run, shard=SHARD, marks=(0, 3))
+    host.begin()
+    host.compute.train(theta, 3, 0)
+    job = host.mailbox.get()
+    host.node.actor.absorbed = 3
+    host.handle(job)
+    host.compute.thread.shutdown(wait=True)
+    assert [mark.loss for mark in host.marks.reached] == [0.0, 3.0]
+
+
+def test_local_updates_are_counted_up_to_the_moment_of_the_model() -> None:
+    record = Record(Recorder(), ((0.0, 0), (1.0, 1), (2.0, 3)), {})
+    assert [record.local_updates_at(time_s) for time_s in (0.9, 1.0, 1.9, 2.0)] == [0, 1, 1, 3]
+    assert Record(Recorder(), ((5.0, 7),), {}).local_updates_at(1.0) == 7
+
+
 def test_a_task_that_fails_in_an_evaluation_is_named_with_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(replica: Replica, theta: Tensor) -> list[float]:
+    def broken(*arguments: Any) -> list[float]:
         raise ValueError("no validation data")
 
     monkeypatch.setattr(Replica, "evaluate", broken)

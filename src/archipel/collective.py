@@ -265,6 +265,7 @@ class Member(Actor):
                 self.waiting = False
                 latest, _ = most
                 self.term = latest[0] + 1, self.everybody.index(self.me)
+                self.since = {self.me: -1}  # before all whom I invite, so that I am the first
                 self.regroup((self.me,))
                 self.invite(ctx)
                 self.begin(ctx)

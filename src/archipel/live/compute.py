@@ -12,7 +12,7 @@ must not depend on which of two threads was faster.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -235,20 +235,23 @@ class Compute:
 
     # Evaluations
 
-    def evaluate(self, copy: Copy) -> None:
+    def evaluate(self, copy: Copy, integers: Mapping[str, Tensor]) -> None:
         """Compute the loss of the model at a mark, behind the job under way. A stage has none
         alone.
+
+        `integers`: the model's integer buffers at the mark, by name; empty where none are known.
         """
         if not self.setup.learns or self.setup.pipeline is not None:
             self.marks.evaluated(copy, None)
             return
-        self.thread.submit(self._evaluate, copy)
+        self.thread.submit(self._evaluate, copy, integers)
 
-    def _evaluate(self, copy: Copy) -> None:
+    def _evaluate(self, copy: Copy, integers: Mapping[str, Tensor]) -> None:
         try:
             if self.replica is None:
                 self.replica = self._make_replica()
-            [loss] = self.replica.evaluate(copy.vector)
+            names = self.replica.layout.integers if integers else ()
+            [loss] = self.replica.evaluate(copy.vector, [integers[name] for name in names] or None)
         except (UserError, TrainingError) as error:
             self.marks.evaluated(copy, None, str(error))
         except Exception as error:

@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ from archipel.pyfile import place_of
 from archipel.run.node import Node
 from archipel.run.screening import Screen
 
+UPDATES = 1000
+"""A host knows of so many of its last local updates when they were."""
 LOCK_S = 0.1
 """A host that is asked how it is waits so long for its handler to end."""
 
@@ -97,6 +100,7 @@ class Host:
         self.compute = Compute(self.me, setup, self.marks, self.mailbox.put, lambda: self.ctx.now)
         self.ctx.compute = self.compute
         self.handled, self.last_handled_s = 0, 0.0
+        self.local_updates = deque([(0.0, 0)], UPDATES)
         self.loss: float | None = None
         self.finished = True  # inner steps, since the last loss that was not finite
         self.waits_for_life = False
@@ -121,7 +125,7 @@ class Host:
             self.handle(item)
             del item  # so that the memory of its vectors is free for the next ones
         with self.lock:
-            return Record(self.ctx.recorder, self.actor.local_updates, self.compute.integers)
+            return Record(self.ctx.recorder, tuple(self.local_updates), self.compute.integers)
 
     def begin(self, clock_s: float = 0.0) -> None:
         """Start the actor, or tell it that it is there again and who is not."""
@@ -290,6 +294,8 @@ class Host:
     def _handle(self, message: Message, sender: NodeId) -> None:
         self._happened()
         self.node.handle(message, sender, self.ctx, self.ctx.recorder)
+        if self.actor.local_updates != self.local_updates[-1][1]:
+            self.local_updates.append((self.ctx.now, self.actor.local_updates))
         self._keep_at_marks()
 
     def _happened(self) -> None:
@@ -356,7 +362,7 @@ class Host:
             return None
         mark = Mark(self.ctx.now, actor.trained, actor.absorbed, actor.outer_steps)
         copy = self.marks.add(mark, model.clone(), count)
-        self.compute.evaluate(copy)
+        self.compute.evaluate(copy, self.compute.integers)
         return copy.numbers[-1]
 
 

@@ -240,7 +240,7 @@ def _leave(
         inner_steps=taken.inner_steps,
         absorbed_steps=taken.absorbed_steps,
         outer_steps=taken.outer_steps,
-        local_updates=sum(record.local_updates for record in records),
+        local_updates=sum(record.local_updates_at(taken.time_s) for record in records),
         parts=course.home.models(),
         nodes=list(watch.setups),
         recorder=recorder,

@@ -6,7 +6,7 @@ between actors (`mail.py`), what a host does (`host.py`), who decides what (`wat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -216,10 +216,16 @@ class Record:
 
     Attributes:
         recorder: what happened at this host.
-        local_updates: see `actor.Actor`.
+        local_updates: the last values of `Actor.local_updates`, and when each was reached, in
+            seconds of the run. A host goes on for a moment after the model to take home is kept.
         integers: the integer buffers of its model, by name.
     """
 
     recorder: Recorder
-    local_updates: int
+    local_updates: Sequence[tuple[float, int]]
     integers: dict[str, Tensor]
+
+    def local_updates_at(self, time_s: float) -> int:
+        """How many there had been at `time_s`."""
+        earlier = [count for at_s, count in self.local_updates if at_s <= time_s]
+        return earlier[-1] if earlier else self.local_updates[0][1]
