@@ -15,7 +15,7 @@ If a member is lost, those who have not got their mean begin again, without it:
 
 - An *attempt* has the number of losses that its leader had been told of. Everybody is told of all
   losses in one order, so a higher number is later news: whoever has seen a later attempt takes no
-  part in an earlier one.
+  part in an earlier one, and whoever has not been told of so many yet waits until it has.
 - Whoever has got its mean already takes no part in a later attempt, and gives all the others that
   mean. So an attempt either comes to its end with everybody in it, or ends with the mean that
   somebody has: there is one mean, whoever is lost.
@@ -121,7 +121,8 @@ class AllReduces:
         losses: how often any node has been lost in this run.
         gone: nodes that are lost now.
         waiting: the all-reduces that this node waits for, by round.
-        early: sums that have come before this node has called for their mean.
+        early: sums that have come before this node has called for the mean that they are of, or has
+            been told of all losses that their leader knows of.
         held: messages for nodes that are lost as far as this node knows; the leader may know
             already that they are there again.
         outcome: of the last all-reduce that has ended; None before.
@@ -144,23 +145,27 @@ class AllReduces:
         gives nothing but its shape.
 
         Rounds go up. A node that calls for an earlier round than it waits for has begun again, and
-        does not wait for the later one any more.
+        does not wait for the later one any more. After a loss it may also call for the same round
+        again, with another `group`; what it gave before stands, for others may have it.
 
         Raises:
-            TrainingError: this node waits for this round already.
+            TrainingError: this node waits for this round already, and nobody has been lost.
         """
-        if round in self.waiting:
+        before = self.waiting.get(round)
+        if before and not self.losses:
             raise TrainingError(f"{self.me} called for all-reduce {round} while it waits for it")
-        self.waiting = {number: call for number, call in self.waiting.items() if number < round}
-        chunks = torch.split(vector, CHUNK)
-        self.waiting[round] = call = Waiting(
-            tuple(node for node in group if node not in self.gone), chunks, refused, since_s
-        )
-        early, self.early = self.early, []
-        if call.group[0] == self.me:
-            self._begin(round, call)
-        for message in early:
-            self.receive(message, self.me)
+        self.waiting = {number: call for number, call in self.waiting.items() if number <= round}
+        members = tuple(node for node in group if node not in self.gone)
+        if before:
+            leads = before.group[0] == self.me
+            before.group, before.since_s = members, since_s
+        else:
+            leads = False
+            chunks = torch.split(vector, CHUNK)
+            self.waiting[round] = Waiting(members, chunks, refused, since_s)
+        if members[0] == self.me and not leads:
+            self._begin(round, self.waiting[round])
+        self._try_early()
 
     def receive(self, message: AllReduceMessage, sender: NodeId) -> None:
         match message:
@@ -184,6 +189,7 @@ class AllReduces:
                     self._begin(round, call)
                 else:
                     self._send(call.group[0], MeanQuery(round))
+        self._try_early()
 
     def joined(self, node: NodeId) -> None:
         self.gone.discard(node)
@@ -209,9 +215,18 @@ class AllReduces:
             total, refused = (torch.zeros_like(mine), (self.me,)) if call.refused else (mine, ())
             self._pass_up(call, Sum(call.group, round, call.attempt, number, total, refused))
 
+    def _try_early(self) -> None:
+        early, self.early = self.early, []
+        for message in early:
+            self._add(message)
+
     def _add(self, message: Sum) -> None:
         outcome, call = self.outcome, self.waiting.get(message.round)
-        if (
+        if message.attempt > self.losses:
+            # Its leader knows of a loss that I have not been told of. If I passed it on now, it
+            # might go to a node that is lost, and be lost with it.
+            self.early.append(message)
+        elif (
             outcome
             and not call
             and message.round == outcome.round
@@ -219,7 +234,7 @@ class AllReduces:
         ):
             self.outcome = replace(outcome, attempt=message.attempt)  # once an attempt
             self._settle(outcome, tuple(node for node in message.group if node != self.me))
-        elif call is None or not self._is_mine(call, message):
+        elif call is None or message.group[0] != call.group[0]:
             self.early.append(message)
         elif message.attempt >= call.attempt:
             if message.attempt > call.attempt:
@@ -230,13 +245,6 @@ class AllReduces:
                 self._pass_up(
                     call, replace(message, total=message.total + call.mine[message.chunk])
                 )
-
-    def _is_mine(self, call: Waiting, message: Sum) -> bool:
-        """It is of the group that this node has called with: its leader is this node's leader, or
-        will be once this node has heard of a loss.
-        """
-        leader = message.group[0]
-        return leader == call.group[0] or (leader in call.group and message.attempt > self.losses)
 
     def _pass_up(self, call: Waiting, message: Sum) -> None:
         """Send a sum on that has this node's part in it."""
