@@ -13,8 +13,10 @@ same time.
 
 from __future__ import annotations
 
+import gc
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -200,6 +202,10 @@ class Simulator:
             TrainingError: nothing can happen any more (a deadlock), or training failed.
             Violation: an observer has found that something does not hold.
         """
+        with _few_collections():
+            return self._run(pause)
+
+    def _run(self, pause: Callable[[], bool]) -> str | None:
         state, reason = self.state, None
         heap, links, seconds = state.heap, state.links, state.census.plan.seconds
         if not state.number:
@@ -314,7 +320,8 @@ class Simulator:
 
     def _evaluate(self) -> None:
         """Have the model to take home evaluated in the background, as it is now."""
-        state, setting, held = self.state, self.engine.setting, self.holders()
+        state, setting = self.state, self.engine.setting
+        held = self.holders()
         evaluation = state.census.evaluation(
             state.now, self.absorbed_steps, held[0].outer_steps, self.recorder
         )
@@ -339,6 +346,19 @@ class Simulator:
         for observer in self.state.observers:
             observer.stuck(look, text)
         raise TrainingError(text)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Look for cycles in memory less often: events and messages are many and form none, and to look
+    each 700 of them takes up to a quarter of a run in which nothing is trained.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(50_000, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def _look(engine: Engine) -> Look:
