@@ -5,11 +5,12 @@
 
 What belongs here: namespaces, addresses, and links between each pair of regions that the topology
 connects: bandwidth by `tc … tbf`, one filter each way, so that both directions have the full rate;
-latency, jitter and loss by `slow_link.py`; a link without any of them is a veth pair. What does not:
-what runs in them.
+latency, jitter and loss by `slow_link.py`; a link without any of them is a veth pair. What does
+not: what runs in them.
 
 Everything that is made carries the process id and starting time of its owner in its name. What a
-killed owner has left is removed when the next `Network` begins. Needs root, iproute2 and /dev/net/tun.
+killed owner has left is removed when the next `Network` begins. Needs root, iproute2 and
+/dev/net/tun.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import combinations, count
 from pathlib import Path
 from typing import Any
@@ -191,10 +193,8 @@ def _remove(namespace: str) -> None:
         ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False
     )
     for pid in listed.stdout.split():
-        try:
+        with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 
 

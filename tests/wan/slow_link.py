@@ -18,6 +18,7 @@ import struct
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
@@ -62,21 +63,17 @@ class Direction:
             self.drawn_s = now_s
         # No packet overtakes another one.
         due_s = self.last_due_s = max(self.last_due_s, now_s + self.takes_s)
-        try:
+        with suppress(OSError):  # there are no more, or the device is down
             while packet := os.read(self.source, LARGEST_PACKET):
                 if self.rng.random() >= self.loss:
                     self.waiting.append((due_s, packet))
-        except (BlockingIOError, OSError):
-            pass  # no more, or the device is down
 
     def give(self, now_s: float) -> None:
         """Hand over all packets whose time has come."""
         while self.waiting and self.waiting[0][0] <= now_s:
             packet = self.waiting.popleft()[1]
-            try:
+            with suppress(OSError):  # the device is full or down: that packet is lost
                 os.write(self.target, packet)
-            except OSError:
-                pass  # the device is full or down: that packet is lost
 
 
 def main() -> None:
