@@ -1,0 +1,334 @@
+"""The sending half of `transport.py`: messages to one receiver, in chunks, over several streams.
+
+What belongs here: which chunk goes over which stream, what has arrived, and what is given up. What
+does not: how a connection is made (`transport.py`), and what the other end does (`receiving.py`).
+All of it runs in the loop's thread.
+
+Small messages have a stream of their own, so that they do not wait behind a vector. Large ones are
+cut into chunks, and each stream takes the next one when its connection can carry more: a stream
+that has lost packets and is slow for a while takes fewer. A chunk is sent again, over any stream,
+if its connection breaks before the receiver has acknowledged it; nothing else is ever sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from archipel.live.frames import ACK_BYTES, Ack, Address, Chunk, Hello, Payload
+
+SMALL_BYTES = 64 * 1024
+"""A message of at most so many bytes does not wait behind larger ones."""
+
+CHUNK_BYTES = 64 * 1024
+LOCAL_CHUNK_BYTES = 256 * 1024
+
+IDLE_S = 60.0
+"""A stream that has nothing to do for so long is closed."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+"""Between two attempts to connect, the first and the longest."""
+
+RATE_S = 5.0
+"""Rates are of the last seconds, so many."""
+
+
+@dataclass(eq=False, slots=True)
+class Outgoing:
+    """A message on its way.
+
+    Attributes:
+        cut_bytes: of it have been handed to a stream.
+        arrived_bytes: the receiver has.
+    """
+
+    urgent: bool
+    number: int
+    payload: Payload
+    cut_bytes: int = 0
+    arrived_bytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """A chunk that a stream carries, and how much of it the receiver has."""
+
+    message: Outgoing
+    chunk: Chunk
+    arrived_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Queue:
+    """Chunks that wait for a stream, those of one message after those of another.
+
+    Attributes:
+        messages: of which not all chunks have been taken.
+        returned: chunks whose connection has broken.
+        streams: those that carry them.
+        workers: tasks; one opens a stream and carries chunks over it.
+    """
+
+    messages: deque[Outgoing] = field(default_factory=deque)
+    returned: deque[tuple[Outgoing, Chunk]] = field(default_factory=deque)
+    streams: set[SendingStream] = field(default_factory=set)
+    workers: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.messages or self.returned)
+
+    def take(self, limit: int) -> tuple[Outgoing, Chunk] | None:
+        """The next chunk, of at most `limit` bytes; None: there is none."""
+        if self.returned:
+            return self.returned.popleft()
+        if not self.messages:
+            return None
+        message = self.messages[0]
+        total, offset = message.payload.size, message.cut_bytes
+        chunk = Chunk(message.urgent, message.number, total, offset, min(limit, total - offset))
+        message.cut_bytes += chunk.length
+        if message.cut_bytes == total:
+            self.messages.popleft()
+        return message, chunk
+
+
+class Rate:
+    """How many bytes a second have arrived lately."""
+
+    def __init__(self, now_s: float) -> None:
+        self.total = 0
+        self.samples: deque[tuple[float, int]] = deque([(now_s, 0)])
+
+    def add(self, size: int, now_s: float) -> None:
+        self.total += size
+        if now_s - self.samples[-1][0] >= RATE_S / 20:
+            self.samples.append((now_s, self.total))
+            self._forget(now_s)
+
+    def bytes_per_s(self, now_s: float) -> float:
+        self._forget(now_s)
+        then_s, then = self.samples[0]
+        return (self.total - then) / max(now_s - then_s, RATE_S / 20)
+
+    def _forget(self, now_s: float) -> None:
+        while len(self.samples) > 1 and self.samples[0][0] < now_s - RATE_S:
+            self.samples.popleft()
+
+
+class SendingStream(asyncio.Protocol):
+    """One connection to the receiver.
+
+    Args:
+        lane: whose chunks it carries.
+        gone: told when the connection is no more.
+        local: it does not leave this machine, and is not encrypted.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self, lane: Lane, gone: Callable[[asyncio.Transport], None], *, local: bool
+    ) -> None:
+        self.lane, self.gone, self.local = lane, gone, local
+        self.limit = LOCAL_CHUNK_BYTES if local else CHUNK_BYTES
+        self.unanswered: dict[tuple[bool, int, int], Sent] = {}
+        self.answers = b""
+        self.stirred = asyncio.Event()  # something may have changed for `carry`
+        self.paused = self.lost = self.answered = False
+        self.queue: Queue | None = None
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        # Chunks wait in the queue, where any stream can take them, not in this one's buffer.
+        transport.set_write_buffer_limits(high=0)
+        transport.write(self.lane.hello().pack())
+
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        self.stirred.set()
+
+    def data_received(self, data: bytes) -> None:
+        self.answers += data
+        whole = len(self.answers) // ACK_BYTES * ACK_BYTES
+        for start in range(0, whole, ACK_BYTES):
+            self._hear(Ack.unpack(self.answers[start : start + ACK_BYTES]))
+        self.answers = self.answers[whole:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost = True
+        self.stirred.set()
+        self.gone(self.transport)
+        self.lane.lose(self, error)
+
+    # Chunks
+
+    async def carry(self, queue: Queue) -> None:
+        """Carry chunks until the connection is lost, or there have been none for long."""
+        self.queue = queue
+        queue.streams.add(self)
+        try:
+            while not self.lost:
+                self.stirred.clear()
+                if self.paused:
+                    await self.stirred.wait()
+                elif taken := queue.take(self.limit):
+                    self._send(*taken)
+                    await asyncio.sleep(0)  # other streams have their turn
+                else:
+                    try:
+                        async with asyncio.timeout(IDLE_S):
+                            await self.stirred.wait()
+                    except TimeoutError:
+                        if not self.unanswered:
+                            return
+        finally:
+            queue.streams.discard(self)
+            self.transport.abort()
+
+    def _send(self, message: Outgoing, chunk: Chunk) -> None:
+        self.unanswered[chunk.urgent, chunk.number, chunk.offset] = Sent(message, chunk)
+        pieces = message.payload.cut(chunk.offset, chunk.offset + chunk.length)
+        if self.local:  # what is plain would be joined, and so copied, by `writelines`
+            self.transport.write(chunk.pack())
+            for piece in pieces:
+                self.transport.write(piece)
+        else:
+            self.transport.writelines([chunk.pack(), *pieces])
+
+    def _hear(self, ack: Ack) -> None:
+        key = (ack.urgent, ack.number, ack.offset)
+        sent = self.unanswered.get(key)
+        if sent is None:
+            return  # of a message that has been given up
+        self.answered = True
+        news, sent.arrived_bytes = ack.received - sent.arrived_bytes, ack.received
+        if sent.arrived_bytes == sent.chunk.length:
+            del self.unanswered[key]
+        self.lane.arrived(sent.message, news)
+
+
+Open = Callable[["Lane"], Awaitable[SendingStream]]
+
+
+class Lane:
+    """All that goes to one receiver.
+
+    Args:
+        address: the receiver's.
+        me: the sender's address, and `life`, its own.
+        open_stream: connects.
+        streams: for large messages, at most.
+        now: the loop's clock.
+
+    Attributes:
+        messages: that have not wholly arrived, in the order of sending.
+        number: of the lane; another one whenever all that was on the way has been given up.
+        moved_s: when something has arrived last, or there was nothing on the way.
+        trouble: what went wrong with a connection last.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        me: Address,
+        life: bytes,
+        open_stream: Open,
+        streams: int,
+        now: Callable[[], float],
+    ) -> None:
+        self.address, self.me, self.life = address, me, life
+        self.open_stream, self.streams, self.now = open_stream, streams, now
+        self.number = 0
+        self.numbers = {False: 0, True: 0}  # of the next message, urgent ones apart
+        self.messages: dict[tuple[bool, int], Outgoing] = {}
+        self.small, self.large = Queue(), Queue()
+        self.rate, self.moved_s = Rate(now()), now()
+        self.trouble = "it has not answered"
+
+    def hello(self) -> Hello:
+        return Hello(self.life, self.number, self.me)
+
+    def send(self, payload: Payload, *, urgent: bool, local: bool) -> None:
+        """Put a message on its way; `local`: the receiver is on this machine."""
+        if not self.messages:
+            self.moved_s = self.now()
+        number = self.numbers[urgent]
+        self.numbers[urgent] += 1
+        message = self.messages[urgent, number] = Outgoing(urgent, number, payload)
+        small = payload.size <= SMALL_BYTES
+        queue = self.small if small else self.large
+        queue.messages.append(message)
+        self._stir(queue, 1 if small or local else self.streams)
+
+    def arrived(self, message: Outgoing, size: int) -> None:
+        """So much more of a message is there."""
+        message.arrived_bytes += size
+        self.moved_s = self.now()
+        self.rate.add(size, self.moved_s)
+        if message.arrived_bytes == message.payload.size:
+            self.messages.pop((message.urgent, message.number), None)
+
+    def lose(self, stream: SendingStream, error: Exception | None) -> None:
+        """A connection is gone, and what it carried has to go again."""
+        if error is not None:
+            self.trouble = str(error) or type(error).__name__
+        if stream.queue is None or not stream.unanswered:
+            return
+        for sent in reversed(stream.unanswered.values()):
+            sent.message.arrived_bytes -= sent.arrived_bytes
+            stream.queue.returned.appendleft((sent.message, sent.chunk))
+        stream.unanswered.clear()
+        self._stir(stream.queue, 1)
+
+    def give_up(self) -> int:
+        """Forget all that is on the way, and begin anew; how many messages that were."""
+        lost = len(self.messages)
+        self.number += 1
+        self.numbers = {False: 0, True: 0}
+        self.messages.clear()
+        self.close()
+        return lost
+
+    def close(self) -> None:
+        """End all streams, and what they carry."""
+        for queue in (self.small, self.large):
+            queue.messages.clear()
+            queue.returned.clear()
+            for stream in queue.streams:
+                stream.unanswered.clear()
+            for worker in queue.workers:
+                worker.cancel()
+            queue.workers.clear()
+
+    def _stir(self, queue: Queue, workers: int) -> None:
+        """There is something to carry, for so many streams at least."""
+        for stream in queue.streams:
+            stream.stirred.set()
+        while len(queue.workers) < workers:
+            worker = asyncio.get_running_loop().create_task(self._work(queue))
+            queue.workers.add(worker)
+            worker.add_done_callback(queue.workers.discard)
+
+    async def _work(self, queue: Queue) -> None:
+        """Carry what is queued over one stream, and over another one if that breaks."""
+        wait_s = FIRST_WAIT_S
+        while queue:
+            try:
+                stream = await self.open_stream(self)
+                await stream.carry(queue)
+            except OSError as error:  # TLS's errors and time-outs are some, too
+                self.trouble = str(error) or type(error).__name__
+            else:
+                # Whoever has been refused is told so only after it has been connected.
+                wait_s = FIRST_WAIT_S if stream.answered else wait_s
+            if queue:
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)

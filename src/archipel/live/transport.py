@@ -1,0 +1,466 @@
+"""Messages from host to host, over links that may be slow, far, and cut now and then.
+
+What belongs here: who is let in, connections, deadlines, and the thread that all of it runs in.
+What does not: what the messages mean, and who sends them; the two ends of a stream (`sending.py`,
+`receiving.py`); what is said on it (`frames.py`); keys (`keys.py`).
+
+A message arrives whole, once, and in the order of sending to that receiver; urgent ones may
+overtake. One that breaks off goes on where it stopped. If nothing at all arrives for `deadline_s`,
+everything that was on its way to that receiver is given up as a whole, and `failed` is told
+(whether the last messages have been delivered is then unknown, as it always is). A transfer that
+moves is never given up.
+
+Between machines everything is TLS with the run's keys, on one port a host. Within a machine, a Unix
+socket in the kernel's abstract namespace, which belongs to a network namespace as ports do, carries
+the same frames unencrypted between processes of one user. Only Linux has those; elsewhere TLS goes
+over loopback.
+
+    keys = Keys.make()  # once a run
+    transport = Transport(keys, "10.0.0.1", deliver=take)
+    transport.send(Address("10.0.0.2", 7000), [head, vector])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from archipel.errors import UserError
+from archipel.live.frames import Address, Hello, Payload
+from archipel.live.keys import NAME, Keys
+from archipel.live.receiving import Deliver, Inlet, ReceivingStream
+from archipel.live.sending import Lane, SendingStream
+
+STREAMS = 8
+"""To one receiver on another machine. Each makes up for what a loss costs another."""
+
+CONNECT_S = 10.0
+"""Whoever has not shown the keys by then is dropped, and so is a connection that is not there."""
+
+MOST_STRANGERS = 256
+"""Connections that have not shown the keys yet; one more, and the oldest is dropped."""
+
+SILENCE_S = 15
+"""A connection on which TCP gets no answer for so long is broken: another one is tried."""
+
+UNSENT_BYTES = 32 * 1024
+"""What the kernel takes beyond what it can send now: little, so that chunks wait in the queue."""
+
+HEADERS_BYTES = 52
+"""Of each packet: IP's, and TCP's with time stamps."""
+
+Failed = Callable[[Address, str], None]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way.
+
+    Attributes:
+        to: whom it goes to.
+        done_bytes, total_bytes: of it are there, and it has.
+        bytes_per_s: of all that goes there, over the last seconds.
+        left_s: until it is there, at that rate, behind those before it; None: nothing moves.
+    """
+
+    to: Address
+    done_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+    left_s: float | None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What has crossed so far.
+
+    Attributes:
+        sent_bytes: of messages, which the receivers have.
+        received_messages, received_bytes: delivered.
+        wire_bytes: that this host has put on links between machines, with TLS, headers of packets,
+            acknowledgements, and all that was sent again; 0 where the kernel does not say.
+        refused: connections of strangers.
+    """
+
+    sent_bytes: int
+    received_messages: int
+    received_bytes: int
+    wire_bytes: int
+    refused: int
+
+
+class Transport:
+    """One host's end.
+
+    Args:
+        keys: the run's.
+        host: where other hosts reach this one: a name or an address of this machine.
+        deliver: takes each message that comes: the sender's address, and the parts, read-only. It
+            is called in the transport's thread, and must be quick.
+        failed: told that all that was on its way to a host has been given up, and why.
+        ports: one of them is listened on; empty: any that is free.
+        bind: the interface to listen on, if it is not that of `host`: "" for all of them.
+        streams: to each receiver on another machine.
+        deadline_s: longest time without anything that arrives.
+        congestion: TCP's congestion control; None: the machine's own.
+
+    Attributes:
+        address: where others reach this host.
+
+    Raises:
+        UserError: none of the ports is free, or the host's name is not this machine's.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        host: str,
+        *,
+        deliver: Deliver,
+        failed: Failed = lambda address, reason: None,
+        ports: Sequence[int] = (),
+        bind: str | None = None,
+        streams: int = STREAMS,
+        deadline_s: float = 60.0,
+        congestion: str | None = None,
+    ) -> None:
+        self.deliver, self.failed = deliver, failed
+        self.streams, self.deadline_s, self.congestion = streams, deadline_s, congestion
+        self.run = hashlib.sha256(keys.certificate).hexdigest()
+        self.life = secrets.token_bytes(16)
+        self.for_strangers, self.for_peers = keys.context(server=True), keys.context(server=False)
+        self.lanes: dict[Address, Lane] = {}
+        self.inlets: dict[bytes, Inlet] = {}
+        self.strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
+        self.refused = self.closed_wire_bytes = 0
+        self.tasks: list[asyncio.Task[None]] = []
+        self.closed = False
+        self.listener = _listen(host if bind is None else bind, ports)
+        self.address = Address(host, self.listener.getsockname()[1])
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="transport", daemon=True)
+        self.thread.start()
+        try:
+            self._ask(self._begin())
+        except BaseException:
+            self.close()
+            raise
+
+    # What other threads ask
+
+    def send(
+        self,
+        to: Address,
+        parts: Sequence[bytes | memoryview | np.ndarray],
+        *,
+        urgent: bool = False,
+    ) -> None:
+        """Put a message on its way. Nothing may write to its parts until it has arrived.
+
+        Args:
+            to: the receiver's `address`.
+            parts: they come out as they are; contiguous arrays are not copied.
+            urgent: it may overtake those before it.
+        """
+        if self.closed:
+            raise RuntimeError(f"the transport of {self.address} is closed")
+        payload = Payload(parts)
+        self.loop.call_soon_threadsafe(self._send, to, payload, urgent)
+
+    def transfers(self) -> list[Transfer]:
+        """The messages on their way, those to each receiver in the order of sending."""
+        return self._ask(self._transfers())
+
+    def traffic(self) -> Traffic:
+        """What has crossed so far."""
+        return self._ask(self._traffic())
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """End all; first wait at most so long for what is on its way. Again: nothing happens."""
+        if self.closed:
+            return
+        if wait_s:
+            self._ask(self._drain(wait_s))
+        self.closed = True
+        with contextlib.suppress(RuntimeError):  # it did not begin
+            self._ask(self._end())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.listener.close()
+
+    def _ask(self, question: Coroutine[Any, Any, Result]) -> Result:
+        assert threading.current_thread() is not self.thread, "deliver and failed must not wait"
+        return asyncio.run_coroutine_threadsafe(question, self.loop).result()
+
+    # In the loop's thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    async def _begin(self) -> None:
+        for work in (self._accept(), self._look()):
+            self.tasks.append(self.loop.create_task(work))
+        self.local_server: asyncio.Server | None = None
+        if sys.platform == "linux":
+            self.local_server = await self.loop.create_unix_server(
+                self._receiving_stream, self._local_name(self.address)
+            )
+
+    async def _end(self) -> None:
+        if self.local_server is not None:
+            self.local_server.close()
+        for lane in self.lanes.values():
+            lane.close()
+        for transport in list(self.open):
+            transport.abort()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        while self.open:  # those that have been aborted say so
+            await asyncio.sleep(0)
+
+    async def _drain(self, wait_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while any(lane.messages for lane in self.lanes.values()):
+                    await asyncio.sleep(0.01)
+
+    def _send(self, to: Address, payload: Payload, urgent: bool) -> None:
+        lane = self.lanes.get(to)
+        if lane is None:
+            lane = self.lanes[to] = Lane(
+                to, self.address, self.life, self._connect, self.streams, self.loop.time
+            )
+        lane.send(payload, urgent=urgent, local=self._is_local(to))
+
+    async def _look(self) -> None:
+        """Give up what has not moved for too long, at both ends."""
+        while True:
+            await asyncio.sleep(min(1.0, self.deadline_s / 4))
+            now_s = self.loop.time()
+            for lane in self.lanes.values():
+                still_s = now_s - lane.moved_s
+                if lane.messages and still_s > self.deadline_s:
+                    lost = lane.give_up()
+                    self.failed(
+                        lane.address,
+                        f"{lane.address} has taken nothing for {still_s:.0f} s (deadline_s = "
+                        f"{self.deadline_s:g}), and {lost} messages to it are given up; "
+                        f"the last trouble: {lane.trouble}",
+                    )
+            self._count()
+            for inlet in self.inlets.values():
+                # The sender has given up before: it began to wait when its last answer came.
+                if inlet.quiet_s is not None and now_s - inlet.quiet_s > 2 * self.deadline_s:
+                    inlet.forget()
+
+    async def _transfers(self) -> list[Transfer]:
+        found, now_s = [], self.loop.time()
+        for lane in self.lanes.values():
+            rate, before = lane.rate.bytes_per_s(now_s), 0
+            for message in lane.messages.values():
+                total, done = message.payload.size, message.arrived_bytes
+                before += total - done
+                left_s = before / rate if rate else None
+                found.append(Transfer(lane.address, done, total, rate, left_s))
+        return found
+
+    async def _traffic(self) -> Traffic:
+        self._count()
+        inlets = self.inlets.values()
+        return Traffic(
+            sent_bytes=sum(lane.rate.total for lane in self.lanes.values()),
+            received_messages=sum(inlet.messages for inlet in inlets),
+            received_bytes=sum(inlet.received_bytes for inlet in inlets),
+            wire_bytes=self.closed_wire_bytes + sum(self.open.values()),
+            refused=self.refused,
+        )
+
+    # Streams that this host opens
+
+    def _local_name(self, address: Address) -> str:
+        return f"\0archipel/{self.run[:32]}/{address}"
+
+    def _is_local(self, address: Address) -> bool:
+        """Whether a host of this run listens on this machine."""
+        if sys.platform != "linux":
+            return False
+        with socket.socket(socket.AF_UNIX) as tried:
+            tried.setblocking(False)
+            return tried.connect_ex(self._local_name(address)) == 0
+
+    async def _connect(self, lane: Lane) -> SendingStream:
+        """Open a stream.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        local = self._is_local(lane.address)
+        async with asyncio.timeout(CONNECT_S):
+            if local:
+                _, stream = await self.loop.create_unix_connection(
+                    lambda: SendingStream(lane, self._gone, local=True),
+                    self._local_name(lane.address),
+                )
+            else:
+                _, stream = await self.loop.create_connection(
+                    lambda: SendingStream(lane, self._gone, local=False),
+                    *lane.address,
+                    ssl=self.for_peers,
+                    server_hostname=NAME,
+                )
+        if local and not _same_user(stream.transport):
+            stream.transport.abort()
+            raise PermissionError(f"another user listens as {lane.address} on this machine")
+        self._prepare(stream.transport)
+        return stream
+
+    def _prepare(self, transport: asyncio.Transport) -> None:
+        """A connection is there."""
+        self.open[transport] = 0
+        connected = transport.get_extra_info("socket")
+        if connected.family != socket.AF_UNIX:
+            for level, option, value in _OPTIONS:
+                connected.setsockopt(level, option, value)
+            if self.congestion is not None:
+                connected.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode()
+                )
+
+    def _gone(self, transport: asyncio.Transport) -> None:
+        """A connection is no more. What it has sent since the last look is not counted: its socket
+        is closed.
+        """
+        self.closed_wire_bytes += self.open.pop(transport, 0)
+
+    def _count(self) -> None:
+        """Look at what all connections have sent."""
+        for transport in self.open:
+            self.open[transport] = _wire_bytes(transport) or self.open[transport]
+
+    # Streams that others open
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = await self.loop.sock_accept(self.listener)
+            except OSError:  # too many open files, for example
+                await asyncio.sleep(1.0)
+                continue
+            if len(self.strangers) >= MOST_STRANGERS:
+                next(iter(self.strangers)).cancel()
+            task = self.loop.create_task(self._admit(connected))
+            self.strangers[task] = None
+            task.add_done_callback(lambda done: self.strangers.pop(done, None))
+
+    async def _admit(self, connected: socket.socket) -> None:
+        """Let in whoever has the keys."""
+        try:
+            await self.loop.connect_accepted_socket(
+                self._receiving_stream,
+                connected,
+                ssl=self.for_strangers,
+                ssl_handshake_timeout=CONNECT_S,
+            )
+        except OSError:
+            self.refused += 1
+        except asyncio.CancelledError:  # too many of them
+            self.refused += 1
+            raise
+
+    def _receiving_stream(self) -> ReceivingStream:
+        return ReceivingStream(self._inlet, self._let_in, self._gone)
+
+    def _let_in(self, transport: asyncio.Transport) -> bool:
+        """Whether a connection may stay."""
+        local = transport.get_extra_info("socket").family == socket.AF_UNIX
+        if local and not _same_user(transport):
+            self.refused += 1
+            return False
+        self._prepare(transport)
+        return True
+
+    def _inlet(self, hello: Hello) -> Inlet:
+        return self.inlets.setdefault(hello.life, Inlet(hello, self.deliver))
+
+
+def _listen(host: str, ports: Iterable[int]) -> socket.socket:
+    """A socket that listens on one of the ports; any, if there are none.
+
+    Raises:
+        UserError: it cannot.
+    """
+    ports, trouble = list(ports), ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports or [0]:
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
+        except OSError as error:
+            trouble = error.strerror or str(error)
+            continue
+        listener.setblocking(False)
+        return listener
+    where = f"ports {ports[0]} to {ports[-1]}" if ports else "a free port"
+    raise UserError(f"cannot listen on {where} of {host or 'any interface'}: {trouble}")
+
+
+def _same_user(transport: asyncio.Transport) -> bool:
+    """Whether the process at the other end of a Unix socket is one of this user's."""
+    connected = transport.get_extra_info("socket")
+    given = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(given)[1] == os.getuid())
+
+
+def _wire_bytes(transport: asyncio.Transport) -> int:
+    """What the kernel has sent over a connection, packet by packet."""
+    connected = transport.get_extra_info("socket")
+    if sys.platform != "linux" or connected is None or connected.family == socket.AF_UNIX:
+        return 0
+    try:
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    except OSError:
+        return 0
+    if len(info) < _INFO_BYTES:  # an old kernel
+        return 0
+    (segments,), (sent_bytes,) = _SEGMENTS.unpack_from(info, 136), _SENT.unpack_from(info, 200)
+    return int(sent_bytes + HEADERS_BYTES * segments)
+
+
+_CREDENTIALS = struct.Struct("=iII")  # process, user, group
+_SEGMENTS, _SENT = struct.Struct("=I"), struct.Struct("=Q")
+_INFO_BYTES = 208  # of the kernel's struct tcp_info, up to tcpi_bytes_sent
+
+_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in {
+            "TCP_KEEPIDLE": SILENCE_S,
+            "TCP_KEEPINTVL": 5,
+            "TCP_KEEPCNT": 3,
+            "TCP_USER_TIMEOUT": 1000 * SILENCE_S,
+            "TCP_NOTSENT_LOWAT": UNSENT_BYTES,
+        }.items()
+        if hasattr(socket, name)
+    ),
+]
