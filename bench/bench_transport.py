@@ -280,12 +280,12 @@ class Tls:
 
 
 class Archipel:
-    """What live runs use: `archipel.live.transport`."""
+    """What live runs use: `archipel.transport.transport`."""
 
     package = "archipel"
 
     def serve(self, keys: Any, port: int, count: Count) -> None:
-        from archipel.live.transport import Address, Transport
+        from archipel.transport.transport import Address, Transport
 
         def deliver(sender: Address, parts: list[memoryview]) -> None:
             count(parts[0].nbytes)
@@ -303,7 +303,7 @@ class Archipel:
         )
 
     def connect(self, keys: Any, address: str, port: int, streams: int) -> Callable[[Chunks], None]:
-        from archipel.live.transport import Address, Transport
+        from archipel.transport.transport import Address, Transport
 
         answered = threading.Event()
         host = os.environ.get("ARCHIPEL_BENCH_HOST", "127.0.0.1")
@@ -328,7 +328,7 @@ class ArchipelTls(Archipel):
     """The same as if the other end were on another machine."""
 
     def connect(self, *arguments: Any) -> Callable[[Chunks], None]:
-        from archipel.live.transport import Transport
+        from archipel.transport.transport import Transport
 
         Transport._is_local = lambda self, address: False  # type: ignore[method-assign]
         return super().connect(*arguments)
@@ -345,7 +345,7 @@ TRANSPORTS = {
 
 
 def keys_module() -> Any:
-    """`archipel.live.keys` without the rest of the package: to import torch in each end takes
+    """`archipel.transport.keys` without the rest of the package: to import torch in each end takes
     seconds.
     """
     path = HERE.parent / "src" / "archipel" / "live" / "keys.py"

@@ -13,14 +13,12 @@ import pytest
 from archipel import methods
 from archipel.errors import UserError
 from archipel.recipe import (
-    LiveConfig,
-    PipelineConfig,
     Recipe,
-    RunConfig,
     load_recipe,
     parse_recipe,
     parse_settings,
 )
+from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.topology import PRESETS, PROFILES, Profile, load_topology
 from archipel.train.task import StdlibTask
 from archipel.yamlfile import parse

@@ -18,15 +18,13 @@ from archipel import assemble, methods
 from archipel.errors import UserError
 from archipel.recipe import (
     KEYS,
-    LiveConfig,
-    PipelineConfig,
     Recipe,
-    RunConfig,
     load_recipe,
     parse_recipe,
     parse_settings,
 )
 from archipel.run.screening import ScreeningConfig
+from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
 from archipel.sim.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
 from archipel.train.task import CONFIGS

@@ -17,7 +17,8 @@ import torch
 from archipel import methods
 from archipel.actor import Actor, Vector, Worker, World
 from archipel.errors import UserError
-from archipel.recipe import DEFAULT_STEPS, Recipe
+from archipel.recipe import Recipe
+from archipel.sections import DEFAULT_STEPS
 from archipel.theory import moments
 from archipel.train.pipeline import Pipeline, split
 from archipel.vector import Layout

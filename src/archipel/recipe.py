@@ -13,23 +13,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
 
 from archipel import methods
 from archipel.actor import MethodConfig
 from archipel.errors import UserError, checked, nearest
 from archipel.run.screening import ScreeningConfig
+from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.faults import FaultsConfig, parse_faults
 from archipel.sim.topology import (
     MEASURED,
     PROFILES,
     Profile,
-    Strict,
     Topology,
     load_topology,
     parse_topology,
 )
-from archipel.train.pipeline import Routing
 from archipel.train.task import GptTask, TaskConfig, task_config
 from archipel.yamlfile import dump, parse, read_mapping
 
@@ -47,91 +45,6 @@ KEYS = (
 )
 DEFAULT_TOPOLOGY = "halos-4x4"
 DEFAULT_PROFILE = "pythia-70m-h100"
-DEFAULT_STEPS = 10_000
-
-
-class RunConfig(Strict):
-    """When a run ends, and its seed. The first stop rule that holds ends it.
-
-    `steps` and `tokens` count what all workers together have trained; the learning rate is planned
-    for them.
-    """
-
-    steps: int | None = Field(
-        None, ge=1, description=f"inner steps of all workers together; default: {DEFAULT_STEPS}"
-    )
-    tokens: int | None = Field(
-        None, ge=1, description="tokens of all workers together, instead of steps"
-    )
-    seconds: float | None = Field(
-        None, gt=0, description="the run ends after so many seconds on its clock"
-    )
-    target_loss: float | None = Field(
-        None, description="the run ends when the validation loss is at or below this"
-    )
-    seed: int = Field(0, ge=0, description="seed of initial weights, data, peers and jitter")
-    evaluations: int = Field(
-        25, ge=1, description="how often the model is evaluated, at equal marks of inner steps"
-    )
-    strict: bool = Field(
-        False, description="a training loss that is not finite ends the run, and restarts no worker"
-    )
-
-    @model_validator(mode="after")
-    def _one_plan(self) -> RunConfig:
-        if self.steps is not None and self.tokens is not None:
-            raise ValueError(
-                f"steps = {self.steps} and tokens = {self.tokens} are both given; give one of them"
-            )
-        return self
-
-
-class PipelineConfig(Strict):
-    """One replica of the model over several workers; see `pipeline.py`."""
-
-    stages: int = Field(
-        1,
-        ge=1,
-        description="so many neighbouring workers hold one replica; divides their number",
-    )
-    micro_batches: int = Field(
-        4, ge=1, description="so many parts of each batch follow each other through the stages"
-    )
-    routing: Routing = Field(
-        "random",
-        description="a micro-batch goes on to a random replica's next stage; fixed: its own's",
-    )
-
-
-class LiveConfig(Strict):
-    """How a recipe runs for real, by `archipel launch`; a simulation does not look at it."""
-
-    pace: Literal["none", "profile"] = Field(
-        "none",
-        description="profile: an inner step takes at least the time that the profile and the "
-        "worker's speed give it",
-    )
-    gpu_fraction: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="part of a GPU that each process takes; with 0.25 four processes share one",
-    )
-    processes: int = Field(
-        1,
-        ge=1,
-        description="so many processes of each worker share one replica of the model, by FSDP2",
-    )
-    deadline_s: float = Field(
-        60.0,
-        gt=0,
-        description="a node without a sign of life or of progress for so long is taken for lost",
-    )
-    max_restarts: int = Field(
-        3,
-        ge=0,
-        description="how often a node that died, or whose loss is not finite, is started again",
-    )
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from archipel import methods, rundir, studies
 from archipel.cli import terminal
 from archipel.cli.options import Json, Processes
 from archipel.errors import UserError, nearest
-from archipel.recipe import LiveConfig, PipelineConfig, RunConfig
 from archipel.run.screening import ScreeningConfig
+from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.faults import KINDS, FaultsConfig, RandomFaults
 from archipel.sim.topology import MEASURED, PRESETS, PROFILES, load_topology
 from archipel.theory import latency as model

@@ -142,6 +142,8 @@ def _in_words(now: Now) -> str:
         most = max(now.idle, key=lambda node: now.idle[node])
         mean = sum(now.idle.values()) / len(now.idle)
         said.append(f"idle {mean:.0%} (most: {most} {now.idle[most]:.0%})")
+    if now.under_way is not None:
+        said.append(now.under_way)
     if now.late is not None:
         said.append(f"late: {now.late}")
     return ", ".join(said)

@@ -7,7 +7,6 @@ lost is started again (`watch.py`).
 from __future__ import annotations
 
 import ipaddress
-import warnings
 from collections.abc import Mapping
 
 from archipel.actor import NodeId
@@ -33,7 +32,7 @@ def start(watch: Watch, meetings: Mapping[NodeId, Meeting]) -> None:
     for node, setup in watch.setups.items():
         fleet.make(node, setup)
     for node, setup in watch.setups.items():
-        fleet.connect(setup, node, watch.peers[node], meetings.get(node))
+        fleet.connect(setup, node, meetings.get(node))
     while late := fleet.waiting("connect"):
         replies = fleet.replies(START_S, "connect")
         if not replies:
@@ -44,9 +43,8 @@ def start(watch: Watch, meetings: Mapping[NodeId, Meeting]) -> None:
                     raise TrainingError(watch.death(reply.node, error))
                 case Exception() as error:
                     raise error
-                case texts:
-                    for text in texts:
-                        warnings.warn(text, stacklevel=2)
+                case ready:
+                    watch.hear_ready(reply.node, ready)
 
 
 def meetings_of(

@@ -26,6 +26,8 @@ from archipel.live.meeting import Meeting
 from archipel.live.protocol import HostSetup, News
 from archipel.live.ray_host import make_followers, make_host
 from archipel.recipe import Recipe
+from archipel.transport.frames import Address
+from archipel.transport.keys import Keys
 
 CHUNK = 1 << 18
 """Entries of a vector that travel to this process in one piece: 1 MiB. Ray asks for a piece again
@@ -69,6 +71,8 @@ class Fleet:
         followers: the other processes of workers that have several.
         calls: those that have not come back.
         files: where processes have met; they are removed at the end.
+        addresses: where the mail of each host goes that is ready to run.
+        keys: of the run: who has them is let in.
     """
 
     recipe: Recipe
@@ -77,21 +81,27 @@ class Fleet:
     followers: dict[NodeId, list[Any]] = field(default_factory=dict)
     calls: dict[Any, tuple[NodeId, What]] = field(default_factory=dict)
     files: list[Path] = field(default_factory=list)
+    addresses: dict[NodeId, Address] = field(default_factory=dict)
+    keys: Keys = field(default_factory=Keys.make)
 
     def make(self, node: NodeId, setup: HostSetup) -> None:
         """Start a host's process; `connect` makes it ready."""
-        self.hosts[node] = make_host(self.recipe, setup, self.places[node])
+        self.hosts[node] = make_host(self.recipe, setup, self.places[node], self.keys)
 
-    def connect(
-        self, setup: HostSetup, node: NodeId, peers: Sequence[NodeId], meeting: Meeting | None
-    ) -> None:
-        """Tell a host where its peers are, and those with whom it takes its inner steps."""
+    def connect(self, setup: HostSetup, node: NodeId, meeting: Meeting | None) -> None:
+        """Have a host be ready: it listens for mail, and meets those with whom it takes its inner
+        steps.
+        """
         processes = self.recipe.live.processes
         if processes > 1 and setup.trains:
             meeting = Meeting(self.meeting_file(), 0, processes)
             self.followers[node] = make_followers(self.recipe, setup, self.places[node], meeting)
-        handles = {peer: self.hosts[peer] for peer in peers if peer in self.hosts}
-        self.call(node, "connect", handles, meeting, self.followers.get(node, []))
+        self.call(node, "connect", meeting, self.followers.get(node, []))
+
+    def run(self, node: NodeId, clock_s: float, peers: Sequence[NodeId]) -> None:
+        """Let a host run, and tell it where its peers are."""
+        known = {peer: self.addresses[peer] for peer in peers if peer in self.addresses}
+        self.call(node, "run", clock_s, known)
 
     def meeting_file(self) -> str:
         """A place where processes of one machine can meet, and nobody else can guess."""
@@ -126,10 +136,10 @@ class Fleet:
 
     def tell_others(self, news: News) -> None:
         """Tell all other hosts of one that is lost, or there again."""
-        handle = None if news.life is None else self.hosts[news.node]
+        address = None if news.life is None else self.addresses[news.node]
         for node, host in self.hosts.items():
             if node != news.node:
-                host.tell.remote(news, handle)
+                host.tell.remote(news, address)
 
     def stop(self, node: NodeId) -> None:
         """Have a host handle nothing more; its `run` then comes back."""

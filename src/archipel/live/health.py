@@ -6,6 +6,7 @@ them (`watch.py`), and what is done about those that are silent (`restarts.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ class Now:
         idle: the part of its time in which each worker has not computed.
         late: a host that is not there, or the one that has been silent longest, and what it does;
             None: all have done something just now.
+        under_way: the message that takes longest, between whom, and how far it is; None: none takes
+            long.
     """
 
     inner_steps: int
@@ -44,6 +47,7 @@ class Now:
     tokens_per_s: float | None
     idle: dict[NodeId, float]
     late: str | None
+    under_way: str | None
 
 
 @dataclass
@@ -149,7 +153,20 @@ class Health:
                 for node, status in there.items()
             },
             late=self._late(starting, without_machine),
+            under_way=self._under_way(),
         )
+
+    def _under_way(self) -> str | None:
+        slow = [
+            (math.inf if one.left_s is None else one.left_s, node, one)
+            for node, status in self.statuses.items()
+            if (one := status.under_way) is not None
+        ]
+        if not slow:
+            return None
+        left_s, node, one = max(slow, key=lambda found: found[0])
+        rate = f"{8 * one.bytes_per_s / 1e6:.3g} Mbit/s, {left_s:.0f} s to go"
+        return f"{node} → {one.to} {one.fraction:.0%}, {rate if one.left_s else 'nothing moves'}"
 
     def _late(self, starting: Iterable[NodeId], without_machine: Iterable[NodeId]) -> str | None:
         for node in without_machine:

@@ -6,6 +6,8 @@ What belongs here: envelopes, and the inbox that puts them in order. What does n
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,8 +20,8 @@ from archipel.actor import Message, NodeId
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Envelope:
-    """A message on its way. The vectors in it are NumPy views of their tensors; whoever carries it
-    copies them, once.
+    """A message on its way. The vectors in it are NumPy views of their tensors, which nobody
+    changes.
 
     Attributes:
         sender: who sent it.
@@ -52,6 +54,21 @@ class Envelope:
                 for value in self.contents
             )
         )
+
+
+def pack(envelope: Envelope) -> list[bytes | memoryview]:
+    """An envelope as parts that travel: all but the vectors, and the vectors as they lie."""
+    vectors: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(envelope, protocol=5, buffer_callback=vectors.append)
+    return [head, *(vector.raw() for vector in vectors)]
+
+
+def unpack(parts: Sequence[memoryview]) -> Envelope:
+    """The envelope that `pack` has made parts of. They must be from somebody who is trusted:
+    unpickling runs what it is told to.
+    """
+    envelope: Envelope = pickle.loads(parts[0], buffers=parts[1:])
+    return envelope
 
 
 def contents(message: Message) -> tuple[Any, ...]:

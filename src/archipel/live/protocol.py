@@ -20,6 +20,7 @@ from archipel.train.data import Shard
 from archipel.train.pipeline import Pipeline
 from archipel.train.replica import Run
 from archipel.train.task import NoTask, TaskConfig
+from archipel.transport.frames import Address
 
 # What a host is told
 
@@ -160,6 +161,36 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """A host can run.
+
+    Attributes:
+        address: where its mail goes.
+        said: what the user should know of how it has begun.
+    """
+
+    address: Address
+    said: list[str]
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A message that is on its way and takes long.
+
+    Attributes:
+        to: who gets it.
+        fraction: the part of it that has arrived.
+        bytes_per_s: of all that goes there, over the last seconds.
+        left_s: seconds until it has arrived, at that rate; None: nothing moves.
+    """
+
+    to: NodeId
+    fraction: float
+    bytes_per_s: float
+    left_s: float | None
+
+
+@dataclass(frozen=True)
 class BadLoss:
     """A worker's training loss is not a finite number. The worker waits until it is told that it
     begins a new life.
@@ -180,7 +211,8 @@ class Status:
     Attributes:
         time_s: on its clock.
         events: messages handled and inner steps taken so far. If this stands still, the host does.
-        quiet_s: seconds since the last of these events; 0 while it evaluates the model.
+        quiet_s: seconds since the last of these events; 0 while it evaluates the model, and while
+            a message from here moves.
         trained: inner steps that its actor has counted; see `actor.Actor`.
         compute_s: seconds spent on inner steps that have ended.
         loss: mean of the last inner steps; None before the first.
@@ -191,6 +223,7 @@ class Status:
         messages, sent_bytes, slow_link_bytes: of the mail that has arrived here so far.
         first_mark: number of the first of `marks`.
         marks: those from that number on that it has reached.
+        under_way: the message from here that takes longest; None: none takes long.
     """
 
     time_s: float
@@ -208,6 +241,7 @@ class Status:
     slow_link_bytes: float
     first_mark: int
     marks: tuple[Mark, ...]
+    under_way: UnderWay | None = None
 
 
 @dataclass(frozen=True)

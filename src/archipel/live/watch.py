@@ -20,7 +20,7 @@ from archipel.live.cluster import listed, machines, place
 from archipel.live.course import Course
 from archipel.live.fleet import Died, Fleet, Reply
 from archipel.live.health import Health, Now
-from archipel.live.protocol import BadLoss, HostSetup, Mark, Status
+from archipel.live.protocol import BadLoss, HostSetup, Mark, Ready, Status
 from archipel.live.restarts import Restarts
 from archipel.live.saves import Schedule, WatchState, save_watch
 from archipel.recipe import Recipe
@@ -79,7 +79,7 @@ class Watch:
         return self.recipe.live.deadline_s
 
     def _let_run(self, node: NodeId) -> None:
-        self.fleet.call(node, "run", self.now)
+        self.fleet.run(node, self.now, self.peers[node])
         self.fleet.call(node, "next_event")
         self.health.begin(node, self.now)
 
@@ -156,9 +156,8 @@ class Watch:
                 self._lose(node, self.death(node, error))
             case _, Exception() as error:
                 raise error
-            case "connect", texts:
-                for text in texts:
-                    warnings.warn(text, stacklevel=2)
+            case "connect", Ready() as ready:
+                self.hear_ready(node, ready)
                 self.fleet.tell_others(self.restarts.join(node))
                 self._let_run(node)
             case "begin_again", _:
@@ -167,6 +166,12 @@ class Watch:
                 self.fleet.call(node, "next_event")
                 if event is not None:
                     self._begin_again(node, event)
+
+    def hear_ready(self, node: NodeId, ready: Ready) -> None:
+        """A host can run."""
+        self.fleet.addresses[node] = ready.address
+        for text in ready.said:
+            warnings.warn(text, stacklevel=2)
 
     # Marks
 
@@ -273,7 +278,7 @@ class Watch:
                 membership=self.restarts.begin_life(node),
             )
             self.fleet.make(node, setup)
-            self.fleet.connect(setup, node, self.peers[node], None)
+            self.fleet.connect(setup, node, None)
             self.health.begin(node, self.now)
 
     def _check_alive(self) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from archipel.live.frames import ACK_BYTES, Ack, Address, Chunk, Hello, Payload
+from archipel.transport.frames import ACK_BYTES, Ack, Address, Chunk, Hello, Payload
 
 SMALL_BYTES = 64 * 1024
 """A message of at most so many bytes does not wait behind larger ones."""

@@ -38,10 +38,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from archipel.errors import UserError
-from archipel.live.frames import Address, Hello, Payload
-from archipel.live.keys import NAME, Keys
-from archipel.live.receiving import Deliver, Inlet, ReceivingStream
-from archipel.live.sending import Lane, SendingStream
+from archipel.transport.frames import Address, Hello, Payload
+from archipel.transport.keys import NAME, Keys
+from archipel.transport.receiving import Deliver, Inlet, ReceivingStream
+from archipel.transport.sending import Lane, SendingStream
 
 STREAMS = 8
 """To one receiver on another machine. Each makes up for what a loss costs another."""
@@ -181,6 +181,10 @@ class Transport:
         payload = Payload(parts)
         self.loop.call_soon_threadsafe(self._send, to, payload, urgent)
 
+    def forget(self, to: Address) -> None:
+        """Give up all that is on its way to a host that is lost; `failed` is not told."""
+        self.loop.call_soon_threadsafe(self._forget, to)
+
     def transfers(self) -> list[Transfer]:
         """The messages on their way, those to each receiver in the order of sending."""
         return self._ask(self._transfers())
@@ -252,6 +256,10 @@ class Transport:
                 to, self.address, self.life, self._connect, self.streams, self.loop.time
             )
         lane.send(payload, urgent=urgent, local=self._is_local(to))
+
+    def _forget(self, to: Address) -> None:
+        if lane := self.lanes.get(to):
+            lane.give_up()
 
     async def _look(self) -> None:
         """Give up what has not moved for too long, at both ends."""

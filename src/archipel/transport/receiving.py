@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from archipel.live.frames import (
+from archipel.transport.frames import (
     CHUNK_BYTES,
     HELLO_BYTES,
     LONGEST_CHUNK,
