@@ -385,10 +385,10 @@ def test_halos_with_a_fixed_pace_has_the_simulators_order_of_events(
             "regions": {"east": [1.0], "west": [0.77]},
             "default": {"bandwidth_gbit_s": 10.0},
         },
-        profile={"name": "slow", "model_bytes": 1000, "step_time_s": 0.15},
+        profile={"name": "slow", "model_bytes": 1000, "step_time_s": 0.3},
         method={"name": "halos", "inner_steps": 2, "accumulate": 2, "dynamic_steps": False},
         task="none",
-        run={"steps": 24},
+        run={"steps": 18},
         live={"pace": "profile"},
     )
     live.launch(chosen, tmp_path / "live")
