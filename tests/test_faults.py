@@ -30,9 +30,9 @@ from archipel.sim import schedule as schedules
 from archipel.sim.clock import Simulator
 from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver
-from archipel.sim.faults import Crash, LinkDown, Partition, RandomFaults, Slow
+from archipel.sim.faults import Crash, RandomFaults, Slow
 from archipel.sim.network import Network
-from archipel.sim.schedule import Faults, Window, end_s
+from archipel.sim.schedule import Faults
 from archipel.sim.topology import Profile, Topology
 from archipel.train.trainer import Done, NoTraining
 
@@ -789,47 +789,6 @@ def test_a_run_with_faults_goes_on_from_a_checkpoint_to_the_bit(
 
 
 # Schedules
-
-
-def test_work_in_windows() -> None:
-    """2 s at full speed, 4 s at half speed: two more; where windows overlap, a quarter; at rate 0
-    nothing moves.
-    """
-    assert end_s(0.0, 4.0, [Window(2.0, 6.0, 0.5)]) == 6.0
-    assert end_s(0.0, 5.0, [Window(2.0, 6.0, 0.5)]) == 7.0
-    assert end_s(3.0, 1.0, [Window(2.0, 8.0, 0.5), Window(3.0, 9.0, 0.5)]) == 7.0
-    assert end_s(0.0, 1.0, [Window(0.5, 3.0, 0.0)]) == 3.5
-    assert end_s(3.0, 1.0, [Window(0.5, 3.0, 0.0)]) == 4.0
-    assert end_s(0.0, 0.0, [Window(0.0, 3.0, 0.0)]) == 3.0
-
-
-def test_links_that_are_down_twice_at_once_are_down_once() -> None:
-    schedule = (
-        LinkDown(between=("a", "b"), at_s=1.0, for_s=4.0),
-        Partition(regions=["b", "c"], at_s=3.0, for_s=5.0),
-        LinkDown(between=("a", "b"), at_s=20.0, for_s=1.0),
-    )
-    made = Faults(schedule, (), ("a", "b", "c"))
-    assert (
-        made.down["a", "b"]
-        == made.down["b", "a"]
-        == [Window(1.0, 8.0, 0.0), Window(20.0, 21.0, 0.0)]
-    )
-    assert made.down["a", "c"] == [Window(3.0, 8.0, 0.0)]
-    assert ("b", "c") not in made.down
-
-
-def test_random_faults_come_at_their_rates_and_from_their_seed() -> None:
-    nodes = [NodeId("a", "w0"), NodeId("b", "w0")]
-    config = RandomFaults(until_s=36_000.0, slow_per_hour=20.0, crashes_per_hour=40.0)
-    drawn = schedules.draw(config, nodes, nodes, ("a", "b"))
-    assert drawn == schedules.draw(config, nodes, nodes, ("a", "b"))
-    assert drawn != schedules.draw(config.model_copy(update={"seed": 1}), nodes, nodes, ("a", "b"))
-    count = Counter(type(fault) for fault in drawn)
-    assert set(count) == {Slow, Crash}
-    assert abs(count[Slow] - 200) < 5 * 200**0.5
-    assert abs(count[Crash] - 400) < 5 * 400**0.5
-    assert all(fault.at_s < 36_000 for fault in drawn)
 
 
 @pytest.mark.parametrize("method", ALL)
