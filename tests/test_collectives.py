@@ -121,11 +121,13 @@ def test_who_names_a_member_is_in_its_collective() -> None:
     assert call(made, B, (A, B)) == (A, B, C)
 
 
-def test_members_of_another_round_are_waited_for() -> None:
-    made = collectives()
-    assert call(made, A, (A, B), 4) is None
-    assert call(made, B, (A, B), 5, again=True) is None
-    assert call(made, A, (A, B), 5, again=True) == (A, B)
+@pytest.mark.parametrize("one_object", [True, False])
+def test_members_of_another_round_are_waited_for(one_object: bool) -> None:
+    made, group = collectives(), (A, B)
+    other = group if one_object else (*group,)
+    assert call(made, A, group, 4) is None
+    assert call(made, B, other, 5, again=True) is None
+    assert call(made, A, group, 5, again=True) == (A, B)
 
 
 def test_a_member_waits_for_one_mean_at_a_time() -> None:
