@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archipel.actor import NodeId
@@ -22,8 +22,6 @@ from archipel.run.census import (
     spread,
 )
 from archipel.run.metrics import Evaluation, Recorder
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 
 A, B, C = NODES = tuple(NodeId("r", f"w{i}") for i in range(3))
 
@@ -56,7 +54,6 @@ def test_those_who_are_there_hold_the_model_or_else_those_who_were_there_last(
 counts = st.lists(st.tuples(st.sampled_from(NODES), st.integers(0, 50), st.booleans()), max_size=20)
 
 
-@reproducible
 @given(counts, st.integers(1, 4))
 def test_the_total_is_the_sum_of_what_each_holder_says_last(
     said: list[tuple[NodeId, int, bool]], stages: int
@@ -88,7 +85,6 @@ def test_a_recount_keeps_no_hold_of_what_it_was_given() -> None:
 # Marks
 
 
-@reproducible
 @given(st.integers(1, 30), st.lists(st.integers(0, 40), min_size=1, max_size=20))
 def test_a_mark_is_passed_once_and_marks_passed_together_count_once(
     every: int, steps: list[int]
@@ -181,7 +177,6 @@ jobs = st.lists(
 )
 
 
-@reproducible
 @given(jobs, st.sampled_from([None, 30, 100, 500]), st.integers(1, 2))
 def test_a_run_is_stuck_if_a_patient_worker_has_nothing_to_show_for_ten_plans(
     done: list[tuple[NodeId, int, bool]], plan: int | None, stages: int
@@ -236,7 +231,6 @@ def test_who_is_stuck_because_a_server_is_lost_is_told_which() -> None:
 verdicts = st.lists(st.tuples(st.sampled_from(NODES), st.sampled_from(["bad", "good", "other"])))
 
 
-@reproducible
 @given(verdicts)
 def test_three_bad_losses_of_one_worker_in_a_row_end_the_run(
     told: list[tuple[NodeId, str]],

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archipel.actor import Group, NodeId
 from archipel.errors import TrainingError
 from archipel.sim.collectives import Collectives, Complete, Contribution, reduced
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 
 A, B, C, D = NODES = tuple(NodeId("r", f"w{i}") for i in range(4))
 MANY = tuple(NodeId("r", f"w{i}") for i in range(8))
@@ -45,7 +43,6 @@ def call(
 # When it starts
 
 
-@reproducible
 @given(st.permutations(MANY), st.lists(st.integers(1, 4), min_size=8, max_size=8), st.randoms())
 def test_each_group_starts_with_the_last_call_of_its_members(
     nodes: list[NodeId], sizes: list[int], chance: random.Random
@@ -196,7 +193,6 @@ def component(
     return reached if reached <= same else None
 
 
-@reproducible
 @given(calls())
 def test_a_collective_is_all_that_hangs_together(
     given_calls: tuple[list[tuple[NodeId, Group, int]], set[NodeId]],
@@ -292,7 +288,6 @@ def test_members_that_name_one_object_go_on_naming_one() -> None:
 # What it comes to
 
 
-@reproducible
 @given(
     st.lists(st.tuples(st.floats(-100, 100, width=32), st.booleans()), min_size=1, max_size=4),
     st.integers(0, 9),

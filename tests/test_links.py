@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archipel.actor import NodeId, Start
@@ -18,8 +18,6 @@ from archipel.sim.links import Links, under_way
 from archipel.sim.network import Network
 from archipel.sim.topology import Link, RegionLink, Topology
 from archipel.train.trainer import Done
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 
 A, A1 = NodeId("a", "w0"), NodeId("a", "w1")
 B, B1 = NodeId("b", "w0"), NodeId("b", "w1")
@@ -51,7 +49,6 @@ plans = st.lists(
 
 
 @pytest.mark.parametrize("forget_above", [0, 1000])
-@reproducible
 @given(plans)
 def test_a_message_arrives_no_earlier_than_those_before_it_between_the_same_two(
     forget_above: int, sent: list[tuple[tuple[NodeId, NodeId], int]]
@@ -186,7 +183,6 @@ messages = st.lists(
 ).map(lambda sent: sorted(sent, key=lambda one: one.start_s))
 
 
-@reproducible
 @given(messages)
 def test_shared_links_are_fluids_that_keep_the_order_between_two_nodes(sent: list[Sent]) -> None:
     """A message departs when its own last byte has left, and that of all before it from the same
@@ -283,7 +279,6 @@ histories = st.lists(
 )
 
 
-@reproducible
 @given(histories)
 def test_an_event_is_void_if_one_of_its_ends_was_lost_after_it_had_been_planned(
     history: list[Happening],

@@ -8,13 +8,11 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archipel.actor import Actor, Context, Joined, Lost, Message, NodeId
 from archipel.sim.outages import News, Outages, peers_of
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 
 SERVER = NodeId("a", "server")
 A, B, B1, C = (NodeId(name[0], name) for name in ("a0", "b0", "b1", "c0"))
@@ -117,7 +115,6 @@ def test_one_that_is_back_behind_a_cut_is_joined_on_its_own_side_only() -> None:
 peer_lists = st.lists(st.sampled_from(NODES), unique=True)
 
 
-@reproducible
 @given(
     st.lists(peer_lists, min_size=5, max_size=5),
     st.sets(st.sampled_from(NODES)),
@@ -164,7 +161,6 @@ def test_a_link_that_is_mended_leaves_another_one_cut() -> None:
 # Who may have to wait
 
 
-@reproducible
 @given(
     st.lists(peer_lists, min_size=5, max_size=5),
     st.sets(st.sampled_from(NODES)),

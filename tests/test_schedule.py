@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archipel.actor import NodeId
@@ -31,8 +31,6 @@ from archipel.sim.faults import (
     Slow,
 )
 from archipel.sim.schedule import Faults, Window, end_s
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=200)
 
 A, B, C = (NodeId(region, "w0") for region in "abc")
 NODES = (A, B, C)
@@ -67,7 +65,6 @@ windows = st.lists(
 )
 
 
-@reproducible
 @given(st.integers(0, 40), st.integers(1, 40), windows)
 def test_just_the_work_is_done_between_start_and_end(
     start: int, work: int, found: list[Window]
@@ -90,7 +87,6 @@ def test_just_the_work_is_done_between_start_and_end(
     assert done(end - 0.01) < work / 4 - 1e-6
 
 
-@reproducible
 @given(windows)
 def test_what_is_at_rest_waits_for_the_end_of_a_standstill(found: list[Window]) -> None:
     """A message of no bytes that arrives while a link is down arrives when that is up again."""
@@ -158,7 +154,6 @@ cuts = st.lists(
 )
 
 
-@reproducible
 @given(cuts)
 def test_a_link_is_down_while_any_fault_cuts_it(schedule: list[LinkDown | Partition]) -> None:
     """Asked at the half of each second; windows of one link do not touch each other."""
