@@ -202,6 +202,14 @@ def test_a_run_is_stuck_if_a_patient_worker_has_nothing_to_show_for_ten_plans(
     assert census.steps_since_change == sum(count for _, count in since)
 
 
+def test_the_patience_with_a_worker_is_over_all_its_jobs_since_the_last_change() -> None:
+    census = Census(Plan(steps=30))
+    for _ in range(10):
+        census.finishes(A, PATIENCE // 10, ())
+    with pytest.raises(UserError):
+        census.finishes(A, 1, ())
+
+
 def test_who_is_stuck_is_told_how_to_go_on() -> None:
     census = Census(Plan(steps=30, stages=2))
     census.finishes(A, 1999, ())

@@ -25,8 +25,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from worlds import small
 
-from archipel import checkpoint, cli, methods, outer, rundir, simulation
+from archipel import checkpoint, methods, outer, rundir, simulation
 from archipel.actor import NodeId, Start
 from archipel.checkpoint import Every, parse_every
 from archipel.encoding import Decoder, Encoder, Surroundings, class_of
@@ -571,12 +572,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def recipe(name: str, **fields: Any) -> Recipe:
-    known = methods.load(name).Config.model_fields
-    config = {
-        key: value for key, value in {"inner_steps": 3, "accumulate": 2}.items() if key in known
-    }
     base = {
-        "method": {"name": name, **config},
+        "method": {"name": name, **small(name)},
         "topology": TOPOLOGY,
         "task": TASK,
         "run": {"steps": 32, "evaluations": 3},
@@ -687,14 +684,12 @@ TIMED = ("compare", "--task", "none", "--steps", 6000)
 
 
 @pytest.fixture
-def archipel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def archipel(archipel: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, list[str]]]:
     """Calls the command line; exit code and the lines on stderr."""
 
     def call(*arguments: object) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["archipel", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return int(stop.value.code or 0), capsys.readouterr().err.splitlines()
+        code, _, err = archipel(*arguments)
+        return code, err.splitlines()
 
     return call
 

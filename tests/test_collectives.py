@@ -237,6 +237,18 @@ def test_a_mean_that_is_computed_with_one_who_leaves_is_void_and_begins_again() 
     assert [float(one.vector[0]) for one in again.calls] == [0.0, 2.0]
 
 
+def test_a_member_waits_again_also_without_a_newcomer_that_it_had_not_named() -> None:
+    """A and B have taken part with C because C named them."""
+    made = collectives()
+    for node, group in ((A, (A, B)), (C, (A, B, C))):
+        assert made.call(node, gives(group), (), again=True) is None
+    complete = made.call(B, gives((A, B)), (), again=True)
+    assert complete is not None
+    made.starts(complete, 10)
+    assert made.leave(C) == [10, 11]
+    assert set(made.waiting) == {A, B}
+
+
 def test_who_has_its_mean_already_does_not_begin_again() -> None:
     made, _ = under_way((A, B, C))
     made.ends(A)

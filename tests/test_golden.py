@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds import small
 
 from archipel import assemble, methods, simulation
 from archipel.recipe import parse_recipe
@@ -82,20 +83,15 @@ def cases() -> Iterator[tuple[str, str]]:
 
 
 def recipe_of(method: str, variant: str) -> dict[str, Any]:
-    settings = methods.load(method).Config.model_fields
-    small = {"inner_steps": 6, "accumulate": 3, "dynamic_steps": False}
     fields = VARIANTS[variant]
-    chosen = small | fields.get("method", {})
+    chosen = {"inner_steps": 6, "accumulate": 3, "dynamic_steps": False, **fields.get("method", {})}
     return {
         "topology": TOPOLOGY,
         "profile": PROFILE,
         "task": "none",
         "run": {"steps": 600, "evaluations": 4},
         **fields,
-        "method": {
-            "name": method,
-            **{name: value for name, value in chosen.items() if name in settings},
-        },
+        "method": {"name": method, **small(method, **chosen)},
     }
 
 
