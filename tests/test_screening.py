@@ -46,7 +46,6 @@ from archipel.sim.clock import Simulator
 from archipel.sim.topology import Topology
 from archipel.train.pool import Pool
 from archipel.train.replica import Run
-from archipel.train.task import task_config
 from archipel.train.trainer import Done, NoTraining
 
 ALL = methods.names()
@@ -894,36 +893,32 @@ def test_a_run_with_all_of_it_goes_on_from_a_checkpoint_to_the_bit(
         assert files(directory) == left
 
 
-def test_a_worker_of_a_pool_can_be_put_back() -> None:
-    """Its moments and its place in the data: the same inner steps once more."""
-    fields = {
-        "layers": 1,
-        "width": 8,
-        "heads": 2,
-        "sequence": 8,
-        "valid_sequences": 4,
-        "vocabulary": 8,
-    }
-    with Pool(
-        task_config("synthetic").model_validate({"name": "synthetic", **fields}), [A, B], 1
-    ) as pool:
-        pool.begin(Run(100, 2, 0))
-        theta = pool.replica.layout.read(pool.replica.module)
-        first = pool.train(A, theta, 3, 0, 0.0).result()
-        saved = pool.state_of(A)
-        once = pool.train(A, first.theta, 3, 6, 0.0).result()
-        later = pool.train(A, first.theta, 3, 6, 0.0).result()
-        assert not torch.equal(once.theta, later.theta)
-        pool.put(A, saved)
-        again = pool.train(A, first.theta, 3, 6, 0.0).result()
-        assert again.losses == once.losses
-        assert torch.equal(again.theta, once.theta)
-        # A fresh optimizer is another one; the data go on.
-        pool.put(A, saved)
-        pool.reset_optimizer(A)
-        fresh = pool.train(A, first.theta, 3, 6, 0.0).result()
-        assert fresh.losses[0] == once.losses[0]
-        assert not torch.equal(fresh.theta, once.theta)
+def test_a_worker_of_a_pool_can_be_put_back(
+    several_bad_batches: tuple[str, Pool | None],
+) -> None:
+    """Its moments and its place in the data: the same inner steps once more. None of its first
+    nine batches is bad.
+    """
+    _, pool = several_bad_batches
+    assert pool is not None
+    worker = NodeId("a", "w0")
+    pool.begin(Run(100, 3, 0))
+    theta = pool.replica.layout.read(pool.replica.module)
+    first = pool.train(worker, theta, 3, 0, 0.0).result()
+    saved = pool.state_of(worker)
+    once = pool.train(worker, first.theta, 3, 6, 0.0).result()
+    later = pool.train(worker, first.theta, 3, 6, 0.0).result()
+    assert not torch.equal(once.theta, later.theta)
+    pool.put(worker, saved)
+    again = pool.train(worker, first.theta, 3, 6, 0.0).result()
+    assert again.losses == once.losses
+    assert torch.equal(again.theta, once.theta)
+    # A fresh optimizer is another one; the data go on.
+    pool.put(worker, saved)
+    pool.reset_optimizer(worker)
+    fresh = pool.train(worker, first.theta, 3, 6, 0.0).result()
+    assert fresh.losses[0] == once.losses[0]
+    assert not torch.equal(fresh.theta, once.theta)
 
 
 # The command line
