@@ -210,6 +210,14 @@ def test_the_patience_with_a_worker_is_over_all_its_jobs_since_the_last_change()
         census.finishes(A, 1, ())
 
 
+def test_just_ten_plans_are_not_yet_too_many() -> None:
+    census = Census(Plan(steps=100))
+    census.finishes(A, 1000, ())
+    census.finishes(A, 1, ())
+    with pytest.raises(UserError):
+        census.finishes(A, 1, ())
+
+
 def test_who_is_stuck_is_told_how_to_go_on() -> None:
     census = Census(Plan(steps=30, stages=2))
     census.finishes(A, 1999, ())
