@@ -185,6 +185,13 @@ def test_workers_may_wait_for_a_server_that_is_down_or_a_peer_behind_a_cut(
     }
 
 
+def test_a_worker_may_wait_for_a_server_of_which_nobody_knows_yet_that_it_is_down() -> None:
+    made = around_a_server()
+    made.fail(SERVER, 1.0)
+    assert not made.lost
+    assert made.excused((A, B)) == {A, B}
+
+
 # Peers
 
 

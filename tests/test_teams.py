@@ -185,3 +185,24 @@ def test_slower_nodes_and_heavier_stages_take_longer() -> None:
     light, heavy = 3.0 * 0.25 / 6, 6.0 * 0.75 / 6
     second_s = light + 6 * heavy  # it waits for one forward, then never again
     assert end_s[:, 0].tolist() == [pytest.approx(second_s + 2 * light), pytest.approx(second_s)]
+
+
+def test_each_boundary_between_stages_has_its_own_link() -> None:
+    """Of three stages the first two lie in one region: only the second boundary is over the sea.
+    The last stage has the first micro-batch at 2F + SEA, where F is now 1 s / 6, and hands back
+    the second gradient when it has worked 2 forwards and 2 backwards.
+    """
+    made = teams()
+    nodes = ((NodeId("a", "w0"),), (NodeId("a", "w1"),), (NodeId("b", "w0"),))
+    made.pipeline = Pipeline(nodes, micro_batches=2, routing="fixed")
+    made.step_time_s = {node: 3.0 for [node] in nodes}
+    end_s, tally = made.end_s(lap_of(made, (0,)), 0.0)
+    forward_s = 1 / 6
+    third_s = 2 * forward_s + SEA_S + 6 * forward_s
+    second_s = third_s + SEA_S + 2 * forward_s
+    assert end_s[:, 0].tolist() == [
+        pytest.approx(second_s + 2 * forward_s),
+        pytest.approx(second_s),
+        pytest.approx(third_s),
+    ]
+    assert (tally.messages, tally.sent_bytes, tally.slow_link_bytes) == (8, 24.0, 12.0)
