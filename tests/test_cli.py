@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from archipel import __version__, cli
+from archipel import __version__
 
 RUN_KEYS = {
     "method",
@@ -44,25 +43,6 @@ SMALL = [
     "task.sequence=16",
 ]
 SMALL += ["--set", "task.valid_sequences=8", "--set", "run.evaluations=4"]
-
-
-class Answer:
-    """What one call of the command line did."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def archipel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["archipel", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        out, err = capsys.readouterr()
-        return Answer(int(stop.value.code or 0), out, err)
-
-    return call
 
 
 @pytest.mark.slow

@@ -132,7 +132,8 @@ class Links:
         transfer = shared.transfers.pop(ended)
         departures: list[Departure] = []
         pair = transfer.deliver.sender, transfer.deliver.to
-        for number, other in shared.transfers.items():
+        # The last one before it, and not the first: those between the two must arrive earlier too.
+        for number, other in reversed(shared.transfers.items()):
             if number < ended and (other.deliver.sender, other.deliver.to) == pair:
                 other.followers += [transfer, *transfer.followers]
                 break
