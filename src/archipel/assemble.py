@@ -1,8 +1,7 @@
 """From a recipe to what every engine needs of it: its pipeline, its actors, its inner steps.
 
-What belongs here: what follows from a recipe whatever the clock, and what is refused or warned of
-before anything runs. What does not: putting an engine together (`simulation.py`,
-`live/launch.py`).
+What belongs here: what follows from a recipe on any clock, and what is refused or warned of before
+anything runs. What does not: putting an engine together (`simulation.py`, `live/launch.py`).
 """
 
 from __future__ import annotations

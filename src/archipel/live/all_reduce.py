@@ -1,15 +1,14 @@
 """An all-reduce as messages between nodes, some of which may be lost while it goes on.
 
 What belongs here: who sends which part of a sum to whom, and how those who are left begin again.
-What does not: who carries the messages (`host.py`), who takes part and what becomes of the mean
-(`collective.py`).
+What does not: who carries the messages (`host.py`), which nodes take part, and what they do with
+the mean (`collective.py`).
 
 The first of a group *leads*. It cuts its vector into chunks and sends them up the group; each
 member adds its own; the last one divides, and the means travel back down. Chunks follow each other,
 so that both directions of all links are busy. Summed so, every node gets the bits of `outer.mean`.
 
-Who takes part is what the leader says, for it may know of a newcomer that the others have not heard
-of.
+The leader says who takes part, because it may know of a newcomer that the others have not heard of.
 
 If a member is lost, those who have not got their mean begin again, without it:
 
@@ -40,8 +39,8 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sum(Message):
-    """Up the group: the sum of one chunk over all members before the receiver, without the
-    vectors of those in `refused`.
+    """Up the group: the sum of one chunk over all members before the receiver, without the vectors
+    of those in `refused`.
     """
 
     group: Group
@@ -54,7 +53,7 @@ class Sum(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Mean(Message):
-    """Down the group: the mean of one chunk. `settled`: from one who has got all of it."""
+    """Down the group: the mean of one chunk. `settled`: the sender has all chunks of the mean."""
 
     group: Group
     round: int

@@ -1,6 +1,6 @@
 """The virtual clock: actors run on modelled time, with real gradients or none.
 
-What belongs here: the loop that takes events off the heap, and what comes of each. What does not:
+What belongs here: the loop that takes events off the heap, and what each one does. What does not:
 what puts them there (`verbs.py`), faults on purpose (`trouble.py`), how far the run is
 (`run/census.py`), how a gradient is computed (`train/pool.py`), what a method does.
 

@@ -1,4 +1,4 @@
-"""Who waits for what, when nothing can happen any more on the virtual clock.
+"""Saying who waits for what, when nothing can happen any more on the virtual clock.
 
 What belongs here: the words for it. What does not: how a deadlock is noticed (`clock.py`).
 """

@@ -34,9 +34,14 @@ class Link(Strict):
     message, so that `latency_ms` is its median; 0 makes every message alike.
     """
 
-    bandwidth_gbit_s: float = Field(gt=0, description="Gbit/s in each direction")
+    bandwidth_gbit_s: float = Field(gt=0, description="bandwidth in each direction, in Gbit/s")
     latency_ms: float = Field(0.0, ge=0, description="median one-way latency in milliseconds")
-    jitter: float = Field(0.0, ge=0, le=3, description="log-normal sigma of the latency")
+    jitter: float = Field(
+        0.0,
+        ge=0,
+        le=3,
+        description="standard deviation of the latency's logarithm; 0: every message alike",
+    )
 
     @cached_property
     def bandwidth_bytes_per_s(self) -> float:

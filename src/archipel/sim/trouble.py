@@ -1,7 +1,7 @@
 """What happens on the virtual clock when something goes wrong.
 
-What belongs here: the order in which a node or a link is lost, others are told, and it comes back.
-What does not: what goes wrong and when (`faults.py`), and what an actor makes of the news
+What belongs here: what happens, in which order, when a node or a link is lost and when it comes
+back. What does not: what goes wrong and when (`schedule.py`), and how actors react to the news
 (`methods/`).
 """
 

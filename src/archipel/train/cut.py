@@ -1,11 +1,11 @@
-"""A model in parts: where it is cut into stages, and what passes from one to the next.
+"""Cutting a model into stages: where it is cut, and what passes from one stage to the next.
 
 What belongs here: the work of a model's blocks, and the cut that balances it. What does not: who
 holds which part (`pipeline.py`).
 
 Work is counted in floating-point operations of matrix products, which are the same on every
-machine, so that all nodes cut alike. An embedding has many parameters and no work; the output
-layer of a large vocabulary has more work than many blocks.
+machine, so that all nodes cut alike. An embedding has many parameters and no work; the output layer
+of a large vocabulary has more work than many blocks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a model that can be cut, as one micro-batch passes through it.
+    """What one block of a model costs when one micro-batch passes through it.
 
     Attributes:
         work: floating-point operations of its forward.
@@ -68,9 +68,9 @@ class Cut:
     """A model's stages.
 
     Attributes:
-        ends: the number of the first block behind each stage but the last.
+        ends: for each stage but the last, the number of the first block behind it.
         work: each stage's share of the work; they add up to 1.
-        boundaries: what passes behind each stage but the last.
+        boundaries: for each stage but the last, what passes from it to the next one.
     """
 
     ends: tuple[int, ...]
