@@ -251,7 +251,7 @@ class Actor(ABC):
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerSpec:
     """What every method is told of a worker: one accelerator, or a group of them that shares one
     copy of the model. `speed` is relative to that of the profile's step time.
     """
@@ -281,7 +281,7 @@ class World:
             of it; empty where nothing is trained.
     """
 
-    workers: tuple[Worker, ...]
+    workers: tuple[WorkerSpec, ...]
     parameters: int
     seed: int
     blocks: tuple[Block, ...] = ()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from archipel import methods
-from archipel.actor import Actor, Vector, Worker, World
+from archipel.actor import Actor, Vector, WorkerSpec, World
 from archipel.errors import UserError
 from archipel.recipe import DEFAULT_STEPS, Recipe
 from archipel.theory import moments
@@ -75,7 +75,7 @@ def build_actors(
     return actors
 
 
-def _world(workers: Sequence[Worker], layout: Sequence[Layout], seed: int) -> World:
+def _world(workers: Sequence[WorkerSpec], layout: Sequence[Layout], seed: int) -> World:
     """What a method is told; `layout` is empty where nothing is trained."""
     parameters = layout[0].parameters if layout else 0
     return World(tuple(workers), parameters, seed, layout[0].blocks if layout else ())

@@ -98,7 +98,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LastMean:
     """The last mean that this node has got, for members that may not have got it."""
 
     group: Group
@@ -134,7 +134,7 @@ class AllReduces:
     waiting: dict[int, Waiting] = field(default_factory=dict)
     early: list[Sum] = field(default_factory=list)
     held: dict[NodeId, list[Message]] = field(default_factory=dict)
-    outcome: Outcome | None = None
+    outcome: LastMean | None = None
 
     def call(
         self, group: Group, vector: Vector, round: int, since_s: float, *, refused: bool = False
@@ -267,7 +267,7 @@ class AllReduces:
                 if other.round != message.round or other.attempt >= message.attempt
             ]
             chunks = tuple(means[number] for number in range(len(call.mine)))
-            self.outcome = Outcome(
+            self.outcome = LastMean(
                 message.group, message.round, message.attempt, chunks, message.refused
             )
             self._settle(self.outcome, tuple(call.asking))
@@ -276,7 +276,7 @@ class AllReduces:
                 call.since_s,
             )
 
-    def _settle(self, outcome: Outcome, others: Group) -> None:
+    def _settle(self, outcome: LastMean, others: Group) -> None:
         """Give others the mean that this node has got."""
         for number, mean in enumerate(outcome.chunks):
             for node in others:

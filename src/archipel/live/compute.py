@@ -55,7 +55,7 @@ class JobFailed:
     text: str
 
 
-Outcome = JobEnded | JobFailed | UserError | TrainingError
+JobOutcome = JobEnded | JobFailed | UserError | TrainingError
 """What comes of a job: a result, or an error that ends the run."""
 
 AfterStep = Callable[[], None]
@@ -95,7 +95,7 @@ class Compute:
         me: NodeId,
         setup: HostSetup,
         marks: Marks,
-        tell: Callable[[Outcome], None],
+        tell: Callable[[JobOutcome], None],
         now: Callable[[], float],
     ) -> None:
         self.me, self.setup, self.marks = me, setup, marks

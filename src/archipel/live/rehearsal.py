@@ -29,7 +29,7 @@ from archipel.train.trainer import NoTraining
 
 
 @dataclass
-class Marks(Observer):
+class RehearsedMarks(Observer):
     """What every holder of the model has counted at each evaluation of the simulator."""
 
     marks: list[Mapping[NodeId, int]] = field(default_factory=list)
@@ -45,7 +45,7 @@ def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, 
     Raises:
         UserError, TrainingError: the method would not come to its end; see `Simulator.run`.
     """
-    seed, pipeline, rehearsal = recipe.run.seed, assemble.pipeline_of(recipe), Marks()
+    seed, pipeline, rehearsal = recipe.run.seed, assemble.pipeline_of(recipe), RehearsedMarks()
     Simulator(
         assemble.build_actors(recipe, pipeline, torch.empty(0), ()),
         recipe.topology.workers,

@@ -156,7 +156,7 @@ def load_watch(folder: Path, recipe: str) -> WatchState:
 
 
 @dataclass
-class Schedule:
+class SaveSchedule:
     """When all nodes are saved.
 
     Attributes:

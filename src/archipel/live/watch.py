@@ -22,7 +22,7 @@ from archipel.live.fleet import Died, Fleet, Reply
 from archipel.live.health import Health, Now
 from archipel.live.protocol import BadLoss, HostSetup, Mark, Status
 from archipel.live.restarts import Restarts
-from archipel.live.saves import Schedule, WatchState, save_watch
+from archipel.live.saves import SaveSchedule, WatchState, save_watch
 from archipel.recipe import Recipe
 
 TICK_S = 1.0
@@ -60,7 +60,7 @@ class Watch:
     fleet: Fleet
     health: Health
     course: Course
-    schedule: Schedule
+    schedule: SaveSchedule
     restarts: Restarts
     progress: Callable[[Now], None]
     folder: Path

@@ -168,7 +168,7 @@ class Collectives:
 
     def forget(self, node: NodeId) -> None:
         """Nobody waits for a node any longer."""
-        # Members that named one group object must name one object again: `_are_alone` looks at that.
+        # Members that named one group object name one object again: `_are_alone` asks for that.
         without: dict[int, Group] = {}
         for member, call in self.waiting.items():
             if id(call.group) not in without:

@@ -32,7 +32,7 @@ from archipel.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """What a run is made of and never changes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Setting:
 
 
 @dataclass
-class State:
+class RunState:
     """Everything that a run changes, except what the trainer keeps.
 
     Attributes:
@@ -110,7 +110,9 @@ class Engine:
         contexts: what each actor may touch of the world.
     """
 
-    def __init__(self, setting: Setting, state: State, contexts: Mapping[NodeId, Context]) -> None:
+    def __init__(
+        self, setting: RunSetting, state: RunState, contexts: Mapping[NodeId, Context]
+    ) -> None:
         self.setting, self.state, self.contexts = setting, state, contexts
 
     def push(self, time_s: float, event: Event) -> None:

@@ -92,7 +92,7 @@ class Return:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Sever:
     """A link has been down for longer than the deadline: the nodes on both sides take each other
     for lost.
     """
@@ -107,5 +107,5 @@ class Mend:
     link: tuple[str, str]
 
 
-Trouble = Save | Fail | Notice | Return | Cut | Mend
+Trouble = Save | Fail | Notice | Return | Sever | Mend
 Event = Deliver | Finish | Drain | PassEnd | Tally | Trouble

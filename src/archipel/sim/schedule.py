@@ -23,7 +23,7 @@ import numpy as np
 
 from archipel.actor import NodeId
 from archipel.errors import UserError, nearest
-from archipel.sim.events import Cut, Fail, Mend, Return, Save, Trouble
+from archipel.sim.events import Fail, Mend, Return, Save, Sever, Trouble
 from archipel.sim.faults import (
     Crash,
     Delay,
@@ -132,7 +132,7 @@ class Faults:
         for (a, b), windows in self.down.items():
             for window in windows if a < b else ():
                 if window.end_s - window.start_s > self.deadline_s:
-                    yield window.start_s + self.deadline_s, Cut((a, b))
+                    yield window.start_s + self.deadline_s, Sever((a, b))
                     yield window.end_s, Mend((a, b))
 
     def compute_s(self, node: NodeId, start_s: float, seconds: float) -> float:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from archipel.actor import NodeId, Worker
+from archipel.actor import NodeId, WorkerSpec
 from archipel.errors import UserError, explain, nearest
 from archipel.yamlfile import read_mapping
 
@@ -115,10 +115,10 @@ class Topology(Strict):
         return self
 
     @cached_property
-    def workers(self) -> tuple[Worker, ...]:
+    def workers(self) -> tuple[WorkerSpec, ...]:
         """All workers in rank order: region by region, `w0`, `w1`, … in each."""
         return tuple(
-            Worker(NodeId(region, f"w{i}"), speed)
+            WorkerSpec(NodeId(region, f"w{i}"), speed)
             for region, speeds in self.regions.items()
             for i, speed in enumerate(speeds)
         )

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from archipel.actor import Joined, NodeId
 from archipel.errors import Diverged, TrainingError
 from archipel.sim.engine import Engine
-from archipel.sim.events import Cut, Fail, Mend, Notice, Return, Save, Trouble
+from archipel.sim.events import Fail, Mend, Notice, Return, Save, Sever, Trouble
 from archipel.sim.outages import News, Saved
 from archipel.sim.verbs import reduce
 
@@ -40,7 +40,7 @@ def go_wrong(engine: Engine, event: Trouble) -> None:
             _lose(engine, node)
         case Return(node) if node in outages.down and node not in outages.left:
             _return(engine, node)
-        case Cut(link):
+        case Sever(link):
             for end in state.links.lose_link(link, state.now, state.number):
                 engine.push(*end)
             for observer in state.observers:

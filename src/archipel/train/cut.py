@@ -49,7 +49,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockCost:
     """What one block of a model costs when one micro-batch passes through it.
 
     Attributes:
@@ -131,7 +131,7 @@ def parts(model: nn.Sequential, ends: Sequence[int]) -> list[nn.Sequential]:
     return found
 
 
-def blocks_of(task: Task, stages: int, micro_batches: int) -> list[Block]:
+def blocks_of(task: Task, stages: int, micro_batches: int) -> list[BlockCost]:
     """The blocks of the model of `task`, looked at with its first micro-batch.
 
     Raises:
@@ -162,7 +162,7 @@ def blocks_of(task: Task, stages: int, micro_batches: int) -> list[Block]:
 
 def look(
     model: nn.Sequential, batch: Batch, task: Task, mode: AbstractContextManager[Any]
-) -> list[Block]:
+) -> list[BlockCost]:
     """Run the task's loss on a micro-batch, in `mode`, and note what each block does."""
     counter, watched = FlopCounterMode(display=False), _Watched(model)
     watched.operations = counter.get_total_flops
@@ -184,7 +184,7 @@ class _Watched(nn.Module):
     def __init__(self, blocks: nn.Sequential) -> None:
         super().__init__()
         self.blocks = blocks
-        self.seen: list[Block] = []
+        self.seen: list[BlockCost] = []
 
     def forward(self, x: Any) -> Any:
         for block in self.blocks:
@@ -197,7 +197,7 @@ class _Watched(nn.Module):
                 )
             weights = sum(parameter.numel() for parameter in parameters(block).values())
             work = self.operations() - before
-            self.seen.append(Block(work, weights, Boundary(x.shape, x.dtype)))
+            self.seen.append(BlockCost(work, weights, Boundary(x.shape, x.dtype)))
         return x
 
 

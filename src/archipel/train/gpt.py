@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Causal self-attention, then an MLP of four times the width. Each takes a normalised input,
     and its output is added to what came in.
     """
@@ -101,7 +101,7 @@ class GPT(nn.Sequential):
         if width % heads:
             raise ValueError(f"width {width} is not divisible by heads {heads}")
         embed = Embed(vocabulary, context, width)
-        blocks = {f"block_{i}": Block(width, heads) for i in range(layers)}
+        blocks = {f"block_{i}": TransformerBlock(width, heads) for i in range(layers)}
         head = Head(vocabulary, width)
         super().__init__(OrderedDict[str, nn.Module](embed=embed, **blocks, head=head))
         if tied:
