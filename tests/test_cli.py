@@ -234,12 +234,12 @@ def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any, tmp_path: P
 def test_list_shows_faults_their_kinds_and_what_each_one_takes(archipel: Any) -> None:
     assert "faults      slow, crash, leave, join, loss, " in archipel("list").out
     section = " ".join(archipel("list", "faults").out.split())
-    assert "deadline_s 30.0 silence after which a node is taken for lost" in section
-    assert "random.crashes_per_hour 0.0 crashes of any server or worker, an hour" in section
-    assert "partition All links between these regions and the others are down." in section
+    assert "deadline_s 30.0 seconds of silence after which a node is taken for lost" in section
+    assert "random.crashes_per_hour 0.0 servers and workers that crash, per hour" in section
+    assert "partition All links between these regions and all other regions are down." in section
     crash = " ".join(archipel("list", "crash").out.split())
-    assert "at_s required when it begins" in crash
-    assert "restart_after_s None time until it is back; null: it never is" in crash
+    assert "at_s required when the node dies, in seconds" in crash
+    assert "restart_after_s None seconds until the node is back; null: it never comes back" in crash
 
 
 def test_many_workers_and_few_steps_are_one_round(archipel: Any, tmp_path: Path) -> None:
