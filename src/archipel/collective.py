@@ -141,6 +141,17 @@ class Member(Actor):
             self.begin(ctx)
         return not self.computing and not self.waiting
 
+    def is_current(self, group: Group) -> bool:
+        """Whether a mean over `group` that I have called for still counts.
+
+        Not if I have become a newcomer since, and all who are in it are newcomers or gone too: they
+        have been told that I have no model, and may begin without me.
+        """
+        return not self.waiting or any(
+            node != self.me and node not in self.newcomers and node not in self.gone
+            for node in group
+        )
+
     def agree(self, group: Group) -> None:
         """These, and nobody else, have taken part in the round; so everybody knows, in the same
         order.
@@ -231,6 +242,9 @@ class Member(Actor):
         self.since = {**state.since}
         # It may have been sent before its sender knew who is lost. The sender itself is there.
         self.regroup(node for node in state.group if node == sender or node not in self.lost_lately)
+        self.newcomers = {
+            node: number for node, number in self.newcomers.items() if node not in self.group
+        }
         self.take_over(state.momentum)
         self.waiting = False
         self.invited_by = sender
