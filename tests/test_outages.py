@@ -98,10 +98,13 @@ def test_one_that_is_back_is_told_who_is_not_there() -> None:
 
 
 def test_one_that_is_back_behind_a_cut_is_joined_on_its_own_side_only() -> None:
+    """On the other side it is no longer one that has crashed, but one that cannot be reached."""
     made = all_to_all(B)
     made.cut(("a", "b"))
     made.rejoin(B)
     assert text(made.news_of_rejoining(B)) == [
+        "server hears Lost b0 (unreachable)",
+        "a0 hears Lost b0 (unreachable)",
         "b1 hears Joined b0",
         "c0 hears Joined b0",
         "b0 hears Lost server (unreachable)",

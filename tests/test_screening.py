@@ -601,11 +601,11 @@ def test_in_stages_it_ends_the_run() -> None:
         sim.run()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, 8, 18, 30, 59])
 @pytest.mark.parametrize("method", ALL)
 def test_the_books_hold_whatever_is_not_finite(method: str, seed: int) -> None:
     """Crashes, restarts and a partition; and one loss in ten is not finite, but never three in a
-    row.
+    row. With seeds from 8 on, two members have once begun a term side by side.
     """
     schedule = [
         {"kind": "crash", "node": "a/w0", "at_s": 50.0, "restart_after_s": 20.0},

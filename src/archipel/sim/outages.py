@@ -89,6 +89,8 @@ class Outages:
         for other in self._peers_that_are_there(node):
             if self.connected(other, node):
                 yield other, Joined(node)
+            else:  # which is not gone any more, as it has been told
+                yield other, Lost(node, unreachable=True)
         for peer in self.peers[node]:
             if peer in self.lost:
                 yield node, Lost(peer)
