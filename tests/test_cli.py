@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from archipel import __version__, cli
+from archipel import __version__
 
 RUN_KEYS = {
     "method",
@@ -44,25 +43,6 @@ SMALL = [
     "task.sequence=16",
 ]
 SMALL += ["--set", "task.valid_sequences=8", "--set", "run.evaluations=4"]
-
-
-class Answer:
-    """What one call of the command line did."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def archipel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["archipel", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        out, err = capsys.readouterr()
-        return Answer(int(stop.value.code or 0), out, err)
-
-    return call
 
 
 @pytest.mark.slow
@@ -254,12 +234,12 @@ def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any, tmp_path: P
 def test_list_shows_faults_their_kinds_and_what_each_one_takes(archipel: Any) -> None:
     assert "faults      slow, crash, leave, join, loss, " in archipel("list").out
     section = " ".join(archipel("list", "faults").out.split())
-    assert "deadline_s 30.0 silence after which a node is taken for lost" in section
-    assert "random.crashes_per_hour 0.0 crashes of any server or worker, an hour" in section
-    assert "partition All links between these regions and the others are down." in section
+    assert "deadline_s 30.0 seconds of silence after which a node is taken for lost" in section
+    assert "random.crashes_per_hour 0.0 servers and workers that crash, per hour" in section
+    assert "partition All links between these regions and all other regions are down." in section
     crash = " ".join(archipel("list", "crash").out.split())
-    assert "at_s required when it begins" in crash
-    assert "restart_after_s None time until it is back; null: it never is" in crash
+    assert "at_s required when the node dies, in seconds" in crash
+    assert "restart_after_s None seconds until the node is back; null: it never comes back" in crash
 
 
 def test_many_workers_and_few_steps_are_one_round(archipel: Any, tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archipel import cli, rundir
+from archipel import rundir
 
 TOO_LITTLE = (
     "are too little: training, and validation on about a twentieth of them, each need 65 bytes "
@@ -23,9 +22,7 @@ COMPARE = ("compare", "--task", "none", "--steps", "2000", "--methods")
 
 
 @pytest.fixture
-def refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Any:
+def refused(archipel: Any, tmp_path: Path) -> Any:
     """Calls the command line with `--out` and gives back the one line of its refusal, without its
     first word.
 
@@ -35,12 +32,8 @@ def refused(
     def call(*arguments: str) -> str:
         out = tmp_path / "out"
         given = [argument.replace("DIR", str(tmp_path)) for argument in arguments]
-        monkeypatch.setattr(sys, "argv", ["archipel", *given, "--out", str(out)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        printed, complaint = capsys.readouterr()
-        assert stop.value.code == 2
-        assert printed == ""
+        code, printed, complaint = archipel(*given, "--out", out)
+        assert (code, printed) == (2, "")
         assert not list(out.rglob("*"))
         line, end, rest = complaint.partition("\n")
         assert (end, rest) == ("\n", "")
@@ -51,14 +44,9 @@ def refused(
     return call
 
 
-def test_what_is_right_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_right_is_not_refused(archipel: Any, tmp_path: Path) -> None:
     """The arguments that most of these tests spoil."""
-    monkeypatch.setattr(
-        sys, "argv", ["archipel", *COMPARE, "halos", "--out", str(tmp_path / "out")]
-    )
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert not stop.value.code
+    assert archipel(*COMPARE, "halos", "--out", tmp_path / "out").code == 0
     assert (tmp_path / "out" / "halos-seed0" / "summary.json").is_file()
 
 
@@ -394,16 +382,11 @@ def test_a_report_of_nothing(refused: Any, tmp_path: Path) -> None:
     )
 
 
-def test_an_output_that_is_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_output_that_is_a_file(archipel: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["archipel", *COMPARE, "halos", "--out", str(out)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == f"archipel: --out {out}: File exists\n"
+    told = archipel(*COMPARE, "halos", "--out", out)
+    assert told == (2, "", f"archipel: --out {out}: File exists\n")
     assert out.read_text() == "mine"
 
 
@@ -447,19 +430,11 @@ def test_markup_in_a_mistake_is_shown_as_it_is(refused: Any) -> None:
     ids=lambda arguments: " ".join(arguments),
 )
 def test_options_that_are_wrong_are_told_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: tuple[str, str],
+    archipel: Any, tmp_path: Path, arguments: tuple[str, str]
 ) -> None:
     """The option parser's own words take a few lines: how the command is used, then the error."""
-    monkeypatch.setattr(
-        sys, "argv", ["archipel", *COMPARE, "halos", *arguments, "--out", str(tmp_path / "out")]
-    )
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    complaint = capsys.readouterr().err
-    assert stop.value.code == 2
+    code, _, complaint = archipel(*COMPARE, "halos", *arguments, "--out", tmp_path / "out")
+    assert code == 2
     assert arguments[0] in complaint.splitlines()[-1]
     assert "Traceback" not in complaint
     assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archipel.errors import UserError
@@ -28,8 +28,6 @@ from archipel.train.data import (
     region_weights,
     stdlib_corpus,
 )
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 
 SHARD = Shard(index=0, of=4, region=0, regions=2, seed=0)
 VALID = replace(SHARD, split="valid")
@@ -383,7 +381,6 @@ def test_one_class_cannot_differ_between_regions() -> None:
 # The source whose entropy is known
 
 
-@reproducible
 @given(st.floats(0.01, 1), st.floats(0.01, 1))
 def test_the_entropy_rate_of_two_states_has_a_closed_form(a: float, b: float) -> None:
     """Leave state 0 with probability a, state 1 with b: (b·h(a) + a·h(b)) / (a + b), h being the

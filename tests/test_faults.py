@@ -5,7 +5,6 @@ to fail; the fuzzer.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import Quadratic, ledger_of, plain, train_with, workers_of
+from worlds import TINY, Quadratic, ledger_of, plain, small, train_with, workers_of
 
-from archipel import cli, fuzz, methods, rundir, simulation
+from archipel import fuzz, methods, rundir, simulation
 from archipel.actor import Joined, Lost, Message, NodeId, Trained, World
 from archipel.errors import TrainingError, UserError
 from archipel.methods import async_local_sgd
@@ -30,10 +29,10 @@ from archipel.sim import schedule as schedules
 from archipel.sim.clock import Simulator
 from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver
-from archipel.sim.faults import Crash, LinkDown, Partition, RandomFaults, Slow
+from archipel.sim.faults import Crash, RandomFaults, Slow
 from archipel.sim.network import Network
-from archipel.sim.schedule import Faults, Window, end_s
-from archipel.sim.topology import Profile, Topology
+from archipel.sim.schedule import Faults
+from archipel.sim.topology import Topology
 from archipel.train.trainer import Done, NoTraining
 
 ALL = methods.names()
@@ -62,13 +61,9 @@ def recipe(name: str, *schedule: dict[str, Any], seconds: float = 60.0, **fields
     """Two workers in two regions. An inner step takes 1 s, a vector 1 s between the regions and
     0.01 s inside one.
     """
-    known = methods.load(name).Config.model_fields
-    settings = {
-        key: value for key, value in {"inner_steps": 4, "accumulate": 2}.items() if key in known
-    }
     return parse_recipe(
         {
-            "method": {"name": name, **settings},
+            "method": {"name": name, **small(name, inner_steps=4)},
             "topology": {
                 "regions": {"a": [1.0], "b": [1.0]},
                 "local": {"bandwidth_gbit_s": 0.8},
@@ -483,15 +478,11 @@ def test_no_update_is_applied_twice(method: str, seed: int) -> None:
         TROUBLE.model_copy(update={"seed": seed}), nodes, workers_of(topology), ("a", "b")
     )
     schedule = Faults(tuple(drawn), tuple(nodes), ("a", "b"), save_every_s=10.0, deadline_s=5.0)
-    network, profile = (
-        Network(topology, np.random.default_rng(0)),
-        Profile(model_bytes=1_000_000, step_time_s=1.0),
-    )
     sim = Simulator(
         actors,
         topology.workers,
-        network,
-        profile,
+        Network(topology, np.random.default_rng(0)),
+        TINY,
         trainer,
         Recorder(),
         Plan(seconds=300.0, tokens_per_step=1),
@@ -791,47 +782,6 @@ def test_a_run_with_faults_goes_on_from_a_checkpoint_to_the_bit(
 # Schedules
 
 
-def test_work_in_windows() -> None:
-    """2 s at full speed, 4 s at half speed: two more; where windows overlap, a quarter; at rate 0
-    nothing moves.
-    """
-    assert end_s(0.0, 4.0, [Window(2.0, 6.0, 0.5)]) == 6.0
-    assert end_s(0.0, 5.0, [Window(2.0, 6.0, 0.5)]) == 7.0
-    assert end_s(3.0, 1.0, [Window(2.0, 8.0, 0.5), Window(3.0, 9.0, 0.5)]) == 7.0
-    assert end_s(0.0, 1.0, [Window(0.5, 3.0, 0.0)]) == 3.5
-    assert end_s(3.0, 1.0, [Window(0.5, 3.0, 0.0)]) == 4.0
-    assert end_s(0.0, 0.0, [Window(0.0, 3.0, 0.0)]) == 3.0
-
-
-def test_links_that_are_down_twice_at_once_are_down_once() -> None:
-    schedule = (
-        LinkDown(between=("a", "b"), at_s=1.0, for_s=4.0),
-        Partition(regions=["b", "c"], at_s=3.0, for_s=5.0),
-        LinkDown(between=("a", "b"), at_s=20.0, for_s=1.0),
-    )
-    made = Faults(schedule, (), ("a", "b", "c"))
-    assert (
-        made.down["a", "b"]
-        == made.down["b", "a"]
-        == [Window(1.0, 8.0, 0.0), Window(20.0, 21.0, 0.0)]
-    )
-    assert made.down["a", "c"] == [Window(3.0, 8.0, 0.0)]
-    assert ("b", "c") not in made.down
-
-
-def test_random_faults_come_at_their_rates_and_from_their_seed() -> None:
-    nodes = [NodeId("a", "w0"), NodeId("b", "w0")]
-    config = RandomFaults(until_s=36_000.0, slow_per_hour=20.0, crashes_per_hour=40.0)
-    drawn = schedules.draw(config, nodes, nodes, ("a", "b"))
-    assert drawn == schedules.draw(config, nodes, nodes, ("a", "b"))
-    assert drawn != schedules.draw(config.model_copy(update={"seed": 1}), nodes, nodes, ("a", "b"))
-    count = Counter(type(fault) for fault in drawn)
-    assert set(count) == {Slow, Crash}
-    assert abs(count[Slow] - 200) < 5 * 200**0.5
-    assert abs(count[Crash] - 400) < 5 * 400**0.5
-    assert all(fault.at_s < 36_000 for fault in drawn)
-
-
 @pytest.mark.parametrize("method", ALL)
 def test_a_recipe_may_leave_its_faults_to_chance(method: str) -> None:
     """The same seed, the same run; another one, another."""
@@ -1026,7 +976,7 @@ def test_a_method_that_falls_over_is_a_violation_too(monkeypatch: pytest.MonkeyP
 
 
 def test_a_failure_is_shrunk_and_its_line_replays_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    archipel: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A server that counts twice, but only after a restart: one worker and one crash are left."""
     upon = async_local_sgd.Server.upon
@@ -1052,38 +1002,25 @@ def test_a_failure_is_shrunk_and_its_line_replays_it(
     assert "\n" not in small.recipe
 
     (tmp_path / "replay.yaml").write_text(small.recipe)
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["archipel", "run", str(tmp_path / "replay.yaml"), "--out", str(tmp_path / "out")],
-    )
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 1
-    assert "archipel: invariant tokens: the model has absorbed" in capsys.readouterr().err
+    code, _, err = archipel("run", tmp_path / "replay.yaml", "--out", tmp_path / "out")
+    assert code == 1
+    assert "archipel: invariant tokens: the model has absorbed" in err
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    monkeypatch.setattr(sys, "argv", ["archipel", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return stop.value.code
-
-
-def test_fuzz_on_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fuzz_on_the_command_line(archipel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = ("fuzz", "--processes", "1", "--schedules")
-    assert command(monkeypatch, *one, "3", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"schedules": 3, "violations": 0, "failures": []}
-    assert command(monkeypatch, *one, "3") == 0
-    printed = capsys.readouterr().out
+    code, printed, _ = archipel(*one, 3, "--json")
+    assert code == 0
+    assert json.loads(printed) == {"schedules": 3, "violations": 0, "failures": []}
+    code, printed, _ = archipel(*one, 3)
+    assert code == 0
     assert printed.startswith("schedules with  async_local_sgd  diloco ")
     assert printed.splitlines()[-1] == "3 schedules, 0 violations"
     count_twice(monkeypatch)
     monkeypatch.setattr(methods, "names", lambda: ["async_local_sgd"])
-    assert command(monkeypatch, *one, "1", "--json") == 1
-    answer = json.loads(capsys.readouterr().out)
+    code, printed, _ = archipel(*one, 1, "--json")
+    assert code == 1
+    answer = json.loads(printed)
     assert list(answer) == ["schedules", "violations", "failures"]
     assert list(answer["failures"][0]) == ["recipe", "invariant", "message"]
     assert (answer["schedules"], answer["violations"], answer["failures"][0]["invariant"]) == (
@@ -1091,27 +1028,23 @@ def test_fuzz_on_the_command_line(
         1,
         "tokens",
     )
-    assert command(monkeypatch, *one, "1") == 1
-    printed = capsys.readouterr().out
+    code, printed, _ = archipel(*one, 1)
+    assert code == 1
     assert "archipel run /dev/stdin" in printed
     assert answer["failures"][0]["recipe"] in printed
     assert printed.splitlines()[-1] == "1 schedules, 1 violations"
 
 
 def test_invariants_are_checked_on_request(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    archipel: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     count_twice(monkeypatch)
     path = tmp_path / "recipe.yaml"
     path.write_text("method: async_local_sgd\ntask: none\nrun: {steps: 100}\n")
-    assert command(monkeypatch, "run", str(path), "--out", str(tmp_path / "unchecked")) == 0
-    assert (
-        command(
-            monkeypatch, "run", str(path), "--check-invariants", "--out", str(tmp_path / "checked")
-        )
-        == 1
-    )
-    assert "archipel: invariant tokens:" in capsys.readouterr().err
+    assert archipel("run", path, "--out", tmp_path / "unchecked").code == 0
+    code, _, err = archipel("run", path, "--check-invariants", "--out", tmp_path / "checked")
+    assert code == 1
+    assert "archipel: invariant tokens:" in err
 
 
 # What is booked

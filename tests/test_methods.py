@@ -38,7 +38,7 @@ from archipel.actor import (
     Refused,
     Start,
     Trained,
-    Worker,
+    WorkerSpec,
     World,
 )
 from archipel.errors import TrainingError
@@ -79,7 +79,7 @@ WORLDS = {
 W0 = NodeId("a", "w0")
 
 
-def workers_of_one_region(count: int) -> tuple[Worker, ...]:
+def workers_of_one_region(count: int) -> tuple[WorkerSpec, ...]:
     return Topology(regions={"a": [1.0] * count}).workers
 
 

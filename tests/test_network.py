@@ -9,14 +9,12 @@ from itertools import combinations, pairwise, permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archipel.actor import Group, NodeId
 from archipel.sim.network import Collective, FairLink, Network
 from archipel.sim.topology import PROFILES, Link, RegionLink, Topology, load_topology
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 
 MODEL_BYTES = PROFILES["pythia-70m-h100"].model_bytes
 
@@ -173,14 +171,12 @@ def ring_by_brute_force(topology: Topology, size_bytes: float) -> float:
     return best
 
 
-@reproducible
 @given(topologies(), st.floats(1e3, 1e9))
 def test_a_ring_is_as_fast_as_the_best_of_all_orders(topology: Topology, size_bytes: float) -> None:
     seconds = network(topology).all_reduce(group(topology), size_bytes).seconds
     assert seconds == pytest.approx(ring_by_brute_force(topology, size_bytes), rel=1e-9)
 
 
-@reproducible
 @given(topologies(), st.integers(0, 100))
 def test_the_order_of_the_group_does_not_matter_to_a_ring(topology: Topology, seed: int) -> None:
     nodes = group(topology)
@@ -344,13 +340,11 @@ transfers = st.lists(st.tuples(st.floats(0, 20), st.floats(0.5, 60)), min_size=1
 )
 
 
-@reproducible
 @given(transfers)
 def test_a_fair_link_is_a_fluid(arrivals: list[tuple[float, float]]) -> None:
     np.testing.assert_allclose(ends(arrivals, 10.0), ends_of_a_fluid(arrivals, 10.0), rtol=1e-9)
 
 
-@reproducible
 @given(transfers)
 def test_a_fair_link_is_never_idle_while_bytes_wait(arrivals: list[tuple[float, float]]) -> None:
     """The last transfer leaves when one that served them first come, first served would have
@@ -362,7 +356,6 @@ def test_a_fair_link_is_never_idle_while_bytes_wait(arrivals: list[tuple[float, 
     assert max(ends(arrivals, 10.0)) == pytest.approx(free, rel=1e-9)
 
 
-@reproducible
 @given(transfers)
 def test_company_never_speeds_a_transfer_up(arrivals: list[tuple[float, float]]) -> None:
     for (start, size_bytes), end in zip(arrivals, ends(arrivals, 10.0), strict=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds import small
 
 from archipel import assemble, methods, simulation
 from archipel.errors import UserError
@@ -23,15 +24,9 @@ WORLDS = {
 
 
 def odd(method: str, regions: dict[str, list[float]], **settings: Any) -> Recipe:
-    known = methods.load(method).Config.model_fields
-    small = {
-        key: value
-        for key, value in {"inner_steps": 3, "accumulate": 2, **settings}.items()
-        if key in known
-    }
     return parse_recipe(
         {
-            "method": {"name": method, **small},
+            "method": {"name": method, **small(method, **settings)},
             "topology": {"regions": regions, "default": DEFAULT},
             "task": "none",
             "run": {"steps": 60, "evaluations": 2},

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from archipel import outer
 from archipel.outer import DelayedNesterov, Nesterov, delayed_nesterov, gossip, mean, nesterov
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 
 BUFFERS = 2
 """Entries behind the parameters in the vectors of these tests."""
@@ -149,7 +147,6 @@ def numpy_delayed_nesterov(
     return path
 
 
-@reproducible
 @given(
     buffer=st.integers(1, 6),
     part=st.floats(0, 1),
@@ -276,7 +273,6 @@ def numpy_gossip(
     return phis[i] + new_delta, new_delta
 
 
-@reproducible
 @given(
     n=st.integers(1, 3),
     alpha=st.floats(0, 0.95),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from worlds import small
 
 from archipel import methods, simulation
 from archipel.errors import Diverged, TrainingError, UserError
@@ -37,13 +38,9 @@ TOPOLOGY = {
 
 
 def recipe(name: str, **fields: Any) -> Recipe:
-    known = methods.load(name).Config.model_fields
-    settings = {
-        key: value for key, value in {"inner_steps": 4, "accumulate": 3}.items() if key in known
-    }
     return parse_recipe(
         {
-            "method": {"name": name, **settings},
+            "method": {"name": name, **small(name, inner_steps=4, accumulate=3)},
             "topology": TOPOLOGY,
             "task": TASK,
             "run": {"steps": 150, "evaluations": 3},

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from archipel import cli, rundir
+from archipel import rundir
 from archipel.errors import UserError
 
 SHORT = "method: diloco\ntask: none\nrun: {steps: 2000}\n"
@@ -64,21 +64,9 @@ def recipes(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def archipel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Calls the command line in this process; exit code and what it says on stderr."""
-
-    def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["archipel", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return int(stop.value.code or 0), capsys.readouterr().err
-
-    return call
-
-
-def in_use(run: Path) -> tuple[int, str]:
-    return 2, f"archipel: {run} is in use: its run is going on in another process\n"
+def in_use(run: Path) -> tuple[int, str, str]:
+    """Exit code, and what is printed on stdout and stderr."""
+    return 2, "", f"archipel: {run} is in use: its run is going on in another process\n"
 
 
 def everything(folder: Path) -> dict[Path, bytes]:
@@ -100,7 +88,7 @@ def test_of_three_commands_at_one_instant_one_runs_and_the_others_are_refused(
         ends = {threads.submit(process.communicate): process for process in processes}
         ended = as_completed(ends)
         for end in (next(ended), next(ended)):
-            assert (ends[end].returncode, end.result()[1]) == in_use(out / NAME)
+            assert (ends[end].returncode, *end.result()) == in_use(out / NAME)
         [winner] = [process for process in processes if process.poll() is None]
         assert (out / NAME / "recipe.yaml").is_file()
         winner.send_signal(signal.SIGINT)
@@ -126,7 +114,7 @@ def test_nobody_touches_a_run_that_is_going_on(archipel: Any, recipes: Path) -> 
         linked = recipes / "link" / NAME
         assert archipel("run", recipe, "--out", recipes / "link") == in_use(linked)
         assert everything(out) == before
-        assert archipel("run", recipes / "short.yaml", "--out", out)[0] == 0  # another run
+        assert archipel("run", recipes / "short.yaml", "--out", out).code == 0  # another run
 
 
 @pytest.mark.slow
@@ -152,7 +140,7 @@ def test_the_lock_of_a_process_that_was_killed_is_taken_over(archipel: Any, reci
     (out / NAME / "recipe.yaml").unlink()
     (out / NAME).rmdir()
     settings = ("--methods", "async_local_sgd", "--task", "none", "--steps", 500)
-    assert archipel("compare", *settings, "--out", out)[0] == 0
+    assert archipel("compare", *settings, "--out", out).code == 0
     assert not (out / f".{NAME}.lock").exists()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from worlds import (
+    TINY,
     Inline,
     Quadratic,
     ledger_of,
@@ -27,11 +27,12 @@ from worlds import (
     model_of,
     plain,
     simulator,
+    small,
     train_with,
     workers_of,
 )
 
-from archipel import checkpoint, cli, methods, report, rundir, simulation
+from archipel import checkpoint, methods, report, rundir, simulation
 from archipel.actor import Gradient, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.methods import noloco
@@ -42,17 +43,15 @@ from archipel.run.census import Plan
 from archipel.run.metrics import Recorder, merged
 from archipel.run.screening import Screen, ScreeningConfig
 from archipel.sim.clock import Simulator
-from archipel.sim.topology import Profile, Topology
+from archipel.sim.topology import Topology
 from archipel.train.pool import Pool
 from archipel.train.replica import Run
-from archipel.train.task import task_config
 from archipel.train.trainer import Done, NoTraining
 
 ALL = methods.names()
 A, B, C = (NodeId("r", f"w{i}") for i in range(3))
 BAD = NodeId("r", "w1")
 TWO, THREE = (Topology(regions={"r": [1.0] * n}, local={"bandwidth_gbit_s": 0.8}) for n in (2, 3))
-TINY = Profile(model_bytes=1_000_000, step_time_s=1.0)
 QUICK = ScreeningConfig(warm_up=2)
 # That something is refused or restarted is said by a warning, which tests elsewhere would take for
 # an error.
@@ -430,17 +429,13 @@ class Raises:
 def failing(
     method: str, when: Callable[[NodeId, int], bool], seconds: float = 100.0, **more: Any
 ) -> Simulator:
-    known = methods.load(method).Config.model_fields
-    settings = {
-        key: value for key, value in {"inner_steps": 4, "accumulate": 2}.items() if key in known
-    }
     trainer = Failing(when)
     return simulator(
         method,
         trainer,
         topology=THREE,
         profile=TINY,
-        settings=settings,
+        settings=small(method, inner_steps=4),
         plan=Plan(seconds=seconds),
         **more,
     )
@@ -606,24 +601,20 @@ def test_in_stages_it_ends_the_run() -> None:
         sim.run()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 2, 8, 18, 30, 59])
 @pytest.mark.parametrize("method", ALL)
 def test_the_books_hold_whatever_is_not_finite(method: str, seed: int) -> None:
     """Crashes, restarts and a partition; and one loss in ten is not finite, but never three in a
-    row.
+    row. With seeds from 8 on, two members have once begun a term side by side.
     """
     schedule = [
         {"kind": "crash", "node": "a/w0", "at_s": 50.0, "restart_after_s": 20.0},
         {"kind": "crash", "node": "b/w1", "at_s": 90.0},
         {"kind": "partition", "regions": ["b"], "at_s": 130.0, "for_s": 30.0},
     ]
-    known = methods.load(method).Config.model_fields
-    settings = {
-        key: value for key, value in {"inner_steps": 2, "accumulate": 2}.items() if key in known
-    }
     given = parse_recipe(
         {
-            "method": {"name": method, **settings},
+            "method": {"name": method, **small(method, inner_steps=2)},
             "topology": {
                 "regions": {"a": [1.0, 0.5], "b": [0.7, 1.0]},
                 "default": {"bandwidth_gbit_s": 0.016},
@@ -795,12 +786,8 @@ def write_task(folder: Path, name: str, bad: str, worse: str = "()") -> str:
 
 
 def real(method: str, task: str, **fields: Any) -> Recipe:
-    known = methods.load(method).Config.model_fields
-    settings = {
-        key: value for key, value in {"inner_steps": 3, "accumulate": 2}.items() if key in known
-    }
     base = {
-        "method": {"name": method, **settings},
+        "method": {"name": method, **small(method)},
         "topology": {
             "regions": {"a": [1.0, 0.6], "b": [0.8]},
             "default": {"bandwidth_gbit_s": 1.0, "jitter": 0.4},
@@ -906,54 +893,42 @@ def test_a_run_with_all_of_it_goes_on_from_a_checkpoint_to_the_bit(
         assert files(directory) == left
 
 
-def test_a_worker_of_a_pool_can_be_put_back() -> None:
-    """Its moments and its place in the data: the same inner steps once more."""
-    fields = {
-        "layers": 1,
-        "width": 8,
-        "heads": 2,
-        "sequence": 8,
-        "valid_sequences": 4,
-        "vocabulary": 8,
-    }
-    with Pool(
-        task_config("synthetic").model_validate({"name": "synthetic", **fields}), [A, B], 1
-    ) as pool:
-        pool.begin(Run(100, 2, 0))
-        theta = pool.replica.layout.read(pool.replica.module)
-        first = pool.train(A, theta, 3, 0, 0.0).result()
-        saved = pool.state_of(A)
-        once = pool.train(A, first.theta, 3, 6, 0.0).result()
-        later = pool.train(A, first.theta, 3, 6, 0.0).result()
-        assert not torch.equal(once.theta, later.theta)
-        pool.put(A, saved)
-        again = pool.train(A, first.theta, 3, 6, 0.0).result()
-        assert again.losses == once.losses
-        assert torch.equal(again.theta, once.theta)
-        # A fresh optimizer is another one; the data go on.
-        pool.put(A, saved)
-        pool.reset_optimizer(A)
-        fresh = pool.train(A, first.theta, 3, 6, 0.0).result()
-        assert fresh.losses[0] == once.losses[0]
-        assert not torch.equal(fresh.theta, once.theta)
+def test_a_worker_of_a_pool_can_be_put_back(
+    several_bad_batches: tuple[str, Pool | None],
+) -> None:
+    """Its moments and its place in the data: the same inner steps once more. None of its first
+    nine batches is bad.
+    """
+    _, pool = several_bad_batches
+    assert pool is not None
+    worker = NodeId("a", "w0")
+    pool.begin(Run(100, 3, 0))
+    theta = pool.replica.layout.read(pool.replica.module)
+    first = pool.train(worker, theta, 3, 0, 0.0).result()
+    saved = pool.state_of(worker)
+    once = pool.train(worker, first.theta, 3, 6, 0.0).result()
+    later = pool.train(worker, first.theta, 3, 6, 0.0).result()
+    assert not torch.equal(once.theta, later.theta)
+    pool.put(worker, saved)
+    again = pool.train(worker, first.theta, 3, 6, 0.0).result()
+    assert again.losses == once.losses
+    assert torch.equal(again.theta, once.theta)
+    # A fresh optimizer is another one; the data go on.
+    pool.put(worker, saved)
+    pool.reset_optimizer(worker)
+    fresh = pool.train(worker, first.theta, 3, 6, 0.0).result()
+    assert fresh.losses[0] == once.losses[0]
+    assert not torch.equal(fresh.theta, once.theta)
 
 
 # The command line
 
 
 @pytest.mark.slow
-def test_it_is_said_on_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_said_on_the_terminal(archipel: Any, tmp_path: Path) -> None:
     task = write_task(tmp_path, "two", "(7,)")
     path = tmp_path / "recipe.yaml"
     path.write_text(real("async_local_sgd", task).to_yaml())
-
-    def archipel(*arguments: object) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["archipel", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code, *capsys.readouterr()
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -978,17 +953,12 @@ def test_it_is_said_on_the_terminal(
     )
 
 
-def test_a_comparison_can_refuse_and_be_strict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    common = ("archipel", "compare", "--methods", "halos", "--task", "none", "--steps", "100")
+def test_a_comparison_can_refuse_and_be_strict(archipel: Any, tmp_path: Path) -> None:
+    common = ("compare", "--methods", "halos", "--task", "none", "--steps", "100")
     refusing = ["--strict", "--set", "bad_updates.multiple=20"]
     for number, (options, strict, screening) in enumerate(
         [([], False, None), (refusing, True, ScreeningConfig(multiple=20.0))]
     ):
-        monkeypatch.setattr(sys, "argv", [*common, *options, "--out", f"{tmp_path}/{number}"])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert stop.value.code == 0
+        assert archipel(*common, *options, "--out", tmp_path / str(number)).code == 0
         left = load_recipe(tmp_path / str(number) / "halos-seed0" / "recipe.yaml")
         assert (left.run.strict, left.bad_updates) == (strict, screening)

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from worlds import PROFILE, Quadratic, model_of, simulator
+from worlds import PROFILE, TINY, Quadratic, model_of, simulator
 
 from archipel.actor import Actor, Context, Message, NodeId, Trained
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.run.census import Plan
-from archipel.sim.topology import Link, Profile, RegionLink, Topology
+from archipel.sim.topology import Link, RegionLink, Topology
 from archipel.train.trainer import NoTraining
 
 A, B, C = NodeId("a", "w0"), NodeId("b", "w0"), NodeId("b", "w1")
-TINY = Profile(name="tiny", model_bytes=1_000_000, step_time_s=1.0)
 
 
 def two_regions(**fields: object) -> Topology:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,8 +32,6 @@ from archipel.train.task import (
     make_task,
     task_config,
 )
-
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 
 SHARD = Shard(index=0, of=2, region=0, regions=2, seed=0)
 
@@ -79,7 +77,6 @@ def test_a_run_may_be_all_warm_up() -> None:
     assert Schedule(warmup=1).factor(499, 1000) == pytest.approx(0.5)
 
 
-@reproducible
 @given(
     st.floats(0, 1),
     st.floats(0, 1),

@@ -126,9 +126,6 @@ def settings_of(**fixed: object) -> st.SearchStrategy[Setting]:
     return st.builds(Setting, **drawn | {name: st.just(value) for name, value in fixed.items()})
 
 
-reproducible = settings(derandomize=True, database=None, deadline=None, max_examples=30)
-
-
 # The recursion
 
 
@@ -248,7 +245,7 @@ def test_two_workers_with_equal_starts_stay_identical() -> None:
 # Fixed points
 
 
-@reproducible
+@settings(max_examples=30)
 @given(settings_of(curvature_rate=0.2))
 def test_fixed_points_are_fixed(s: Setting) -> None:
     if not moments.verdict(s).stable:
@@ -320,7 +317,7 @@ def test_closed_limit_of_every_group_size(size: int, workers: int | None) -> Non
         assert high == pytest.approx(2 * (1 + 0.7))
 
 
-@reproducible
+@settings(max_examples=30)
 @given(settings_of())
 def test_window_is_where_the_radius_passes_one(s: Setting) -> None:
     low, high = moments.gamma_window(s)
@@ -331,7 +328,7 @@ def test_window_is_where_the_radius_passes_one(s: Setting) -> None:
         assert moments.spread_radius(replace(s, gamma=low * 0.99)) > 1
 
 
-@reproducible
+@settings(max_examples=30)
 @given(settings_of())
 def test_verdict_agrees_with_the_radii(s: Setting) -> None:
     v = moments.verdict(s)
@@ -341,7 +338,7 @@ def test_verdict_agrees_with_the_radii(s: Setting) -> None:
     assert v.spectral_radius_spread >= s.alpha - 1e-6
 
 
-@reproducible
+@settings(max_examples=30)
 @given(settings_of(), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
 def test_common_window_holds_at_every_curvature_below(
     s: Setting, part: float, place: float
@@ -378,7 +375,7 @@ def test_best_gamma_of_pairs_among_many_in_a_flat_direction(alpha: float, best: 
     )
 
 
-@reproducible
+@settings(max_examples=30)
 @given(settings_of())
 def test_no_gamma_contracts_faster_than_the_best(s: Setting) -> None:
     best = moments.spread_radius(replace(s, gamma=moments.gamma_best(s)))

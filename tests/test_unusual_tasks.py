@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from worlds import small
 
 from archipel import Schedule, Task, UserError, methods, simulation
 from archipel.recipe import Recipe, parse_recipe
@@ -161,11 +162,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(task: str, method: str, workers: int = 3) -> Recipe:
-    known = methods.load(method).Config.model_fields
-    settings = {key: 3 for key in ("inner_steps", "accumulate") if key in known}
     return parse_recipe(
         {
-            "method": {"name": method, **settings},
+            "method": {"name": method, **small(method, accumulate=3)},
             "topology": {
                 "regions": {"a": [1.0] * (workers - 1), "b": [0.7]},
                 "default": {"bandwidth_gbit_s": 1.0},

@@ -27,7 +27,7 @@ from archipel.live.mail import Envelope, Inbox
 from archipel.live.marks import COPIES, Marks
 from archipel.live.protocol import Mark, Membership, News, Status
 from archipel.live.restarts import Restarts
-from archipel.live.saves import Schedule
+from archipel.live.saves import SaveSchedule
 from archipel.run.census import Census, Plan
 from archipel.run.metrics import Recorder
 
@@ -215,13 +215,13 @@ def test_last_words_are_those_of_the_last_status() -> None:
 
 
 def test_saves_are_due_after_so_many_tokens_or_seconds() -> None:
-    by_tokens = Schedule(Every(tokens=100))
+    by_tokens = SaveSchedule(Every(tokens=100))
     by_tokens.plan(250, 0.0)
     assert [by_tokens.is_due(tokens, 1e9) for tokens in (299, 300)] == [False, True]
-    by_time = Schedule(Every(seconds=10.0))
+    by_time = SaveSchedule(Every(seconds=10.0))
     by_time.plan(0, 25.0)
     assert [by_time.is_due(10**9, now_s) for now_s in (34.9, 35.0)] == [False, True]
-    assert not Schedule(None).is_due(10**9, 1e9)
+    assert not SaveSchedule(None).is_due(10**9, 1e9)
 
 
 # The course of a run

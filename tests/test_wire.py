@@ -70,6 +70,13 @@ def test_the_vectors_of_a_message_come_in_the_order_of_its_fields() -> None:
     assert wire.vectors(Parcel(one)) == [one]
 
 
+@pytest.mark.parametrize(
+    ("entries", "numel", "share"), [(NUMEL, NUMEL, 1.0), (2, NUMEL, 0.25), (0, 0, 1.0)]
+)
+def test_a_vector_is_its_entries_part_of_the_whole(entries: int, numel: int, share: float) -> None:
+    assert wire.share(torch.zeros(entries), numel) == share
+
+
 @dataclass(kw_only=True)
 class Sender(Actor):
     """Sends one message at the start."""

@@ -27,6 +27,8 @@ from archipel.train.task import Schedule, Task, adamw
 from archipel.train.trainer import Done
 
 PROFILE = PROFILES["pythia-70m-h100"]
+TINY = Profile(name="tiny", model_bytes=1_000_000, step_time_s=1.0)
+"""Times that can be counted in the head."""
 
 
 @dataclass
@@ -265,8 +267,10 @@ def plain(method: str) -> dict[str, Any]:
     return {name: value for name, value in PLAIN.items() if name in known}
 
 
-def small(method: str) -> dict[str, Any]:
-    """Settings with which a short run takes several outer steps."""
+def small(method: str, **chosen: Any) -> dict[str, Any]:
+    """Settings with which a short run takes several outer steps; `chosen` ones as they are given,
+    where a method has them.
+    """
     known = methods.load(method).Config.model_fields
-    settings = {"inner_steps": 3, "accumulate": 2}
+    settings = {"inner_steps": 3, "accumulate": 2, **chosen}
     return {name: value for name, value in settings.items() if name in known}

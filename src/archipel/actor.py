@@ -5,9 +5,9 @@ sends, and what an engine may ask of an actor. What does not: any method, any en
 measures time or moves bytes.
 
 A training method is a few small actors that react to messages. The simulator runs them under a
-virtual clock; a live runtime runs the same objects under the real one. An actor knows the world by
-its messages only, and its fields are its whole state: that is what makes a run replayable and
-resumable.
+virtual clock; a live runtime runs the same objects under the real one. An actor knows of the world
+only what messages told it, and its fields are its whole state: so a run can be replayed, and
+resumed.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Reduced(Message):
     """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it:
     read only.
 
-    `group` are the members that are there, in rank order, and `refused` those of them whose vectors
-    are not in the mean: not finite, or absurdly large. Each member is told the same. If all are
-    refused, the mean is of nobody (zeros): do without it.
+    `group` are the members that took part, in rank order. `refused` are those of them whose vectors
+    were left out of the mean, because they were not finite or absurdly large. Each member is told
+    the same. If all are refused, `mean` is zero and stands for nothing: do not use it.
     """
 
     mean: Vector
@@ -109,10 +109,10 @@ class Update(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Refused(Message):
-    """From the engine, to the receiver of an update, in its place and with its sender: it is not
-    finite or absurdly large.
+    """From the engine to the receiver of an update, in place of that update: it is not finite, or
+    absurdly large. The sender of the message is the sender of the update.
 
-    The receiver does without it, and answers as if nothing had come of it.
+    The receiver does not apply the update, counts nothing for it, and still answers its sender.
     """
 
     update: Update
@@ -120,10 +120,11 @@ class Refused(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Lost(Message):
-    """From the engine to the peers of `node`: it has crashed or left, or, `unreachable`, it may go
-    on where I cannot reach it.
+    """From the engine to the peers of `node`: it has crashed or left. With `unreachable`: it may
+    still be running, but the receiver of this message cannot reach it.
 
-    What was on its way between us is lost, and so is all that is sent until `Joined(node)`.
+    Messages under way between the two are lost, and so are all that they send to each other before
+    `Joined(node)`.
     """
 
     node: NodeId
@@ -132,13 +133,13 @@ class Lost(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Joined(Message):
-    """From the engine to the peers of `node`: it is there for the first time, again, or reachable
-    again.
+    """From the engine to the peers of `node`: it has come for the first time, has come back, or can
+    be reached again.
 
-    The node itself is told so too when it comes (again): its fields are then as they were at its
-    last save, or at the start, nothing that it had asked for will be answered, and all its peers
-    are there but those whose `Lost` follows. If it comes for the first time, this is in the place
-    of `Start`.
+    The node itself gets this message too when it comes or comes back. Its fields are then as they
+    were at its last save, or at the start. Nothing that it asked for earlier will be answered. All
+    its peers are there, except those for whom a `Lost` follows. A node that comes for the first
+    time gets this message instead of `Start`.
     """
 
     node: NodeId
@@ -250,9 +251,9 @@ class Actor(ABC):
 
 
 @dataclass(frozen=True)
-class Worker:
-    """One accelerator, or a group that shards one copy of the model. `speed` is relative to the
-    profile's step time.
+class WorkerSpec:
+    """What every method is told of a worker: one accelerator, or a group of them that shares one
+    copy of the model. `speed` is relative to that of the profile's step time.
     """
 
     id: NodeId
@@ -280,7 +281,7 @@ class World:
             of it; empty where nothing is trained.
     """
 
-    workers: tuple[Worker, ...]
+    workers: tuple[WorkerSpec, ...]
     parameters: int
     seed: int
     blocks: tuple[Block, ...] = ()

@@ -1,8 +1,7 @@
 """From a recipe to what every engine needs of it: its pipeline, its actors, its inner steps.
 
-What belongs here: what follows from a recipe whatever the clock, and what is refused or warned of
-before anything runs. What does not: putting an engine together (`simulation.py`,
-`live/launch.py`).
+What belongs here: what follows from a recipe on any clock, and what is refused or warned of before
+anything runs. What does not: putting an engine together (`simulation.py`, `live/launch.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from archipel import methods
-from archipel.actor import Actor, Vector, Worker, World
+from archipel.actor import Actor, Vector, WorkerSpec, World
 from archipel.errors import UserError
 from archipel.recipe import Recipe
 from archipel.sections import DEFAULT_STEPS
@@ -77,7 +76,7 @@ def build_actors(
     return actors
 
 
-def _world(workers: Sequence[Worker], layout: Sequence[Layout], seed: int) -> World:
+def _world(workers: Sequence[WorkerSpec], layout: Sequence[Layout], seed: int) -> World:
     """What a method is told; `layout` is empty where nothing is trained."""
     parameters = layout[0].parameters if layout else 0
     return World(tuple(workers), parameters, seed, layout[0].blocks if layout else ())

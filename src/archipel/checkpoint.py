@@ -1,15 +1,16 @@
 """Checkpoints: a run's whole state on disk, and back, to the bit.
 
-What belongs here: how often a run is saved, how its state comes on disk so that a crash leaves it
-whole or leaves none, and how a damaged checkpoint is told from a sound one. What does not: how
-state becomes JSON and tensors (`encoding.py`), what a run's state is (the engines).
+What belongs here: how often a run is saved, how its state is written so that a crash leaves a whole
+checkpoint or none, and how a damaged checkpoint is told from a sound one. What does not: how state
+becomes JSON and tensors (`encoding.py`), what a run's state is (the engines).
 
-A run directory has them in `checkpoint/event-000000001234/`, named by the number of events that had
-happened:
+A run directory keeps checkpoints in `checkpoint/event-000000001234/`, named by the number of events
+that had happened:
 
 - `tensors.safetensors` has the memory of every tensor, named by where it was met first;
 - `state.json` has everything else, in the form that `encoding.Encoder` describes;
-- `manifest.json` has the sizes and SHA-256 of both, and says which run and which event they are of.
+- `manifest.json` has the sizes and SHA-256 of both, and names the run and the event that they
+  belong to.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def parse_every(text: str) -> Every:
 
 
 class Unsound(Exception):
-    """A checkpoint is not sound, or not of this run; the text says which file and why."""
+    """A checkpoint is damaged, or belongs to another run; the text says which file and why."""
 
 
 # On disk
@@ -100,7 +101,7 @@ def save(
 
 @dataclass(frozen=True)
 class Encoded:
-    """A state as the bytes of its files, which nothing changes any more."""
+    """A state, turned into the bytes of its files: later changes of the run do not reach it."""
 
     document: bytes
     tensors: bytes

@@ -69,7 +69,9 @@ class State(Message):
 
 @dataclass(frozen=True, slots=True)
 class Holding(Message):
-    """There is a model of this term. Whoever has one of an earlier term gives it up."""
+    """I have a model of this term, or know of one. Whoever has one of an earlier term gives it
+    up.
+    """
 
     term: Term
 
@@ -141,6 +143,17 @@ class Member(Actor):
             self.begin(ctx)
         return not self.computing and not self.waiting
 
+    def is_current(self, group: Group) -> bool:
+        """Whether a mean over `group` that I have called for still counts.
+
+        Not if I have become a newcomer since, and all who are in it are newcomers or gone too: they
+        have been told that I have no model, and may begin without me.
+        """
+        return not self.waiting or any(
+            node != self.me and node not in self.newcomers and node not in self.gone
+            for node in group
+        )
+
     def agree(self, group: Group) -> None:
         """These, and nobody else, have taken part in the round; so everybody knows, in the same
         order.
@@ -195,6 +208,8 @@ class Member(Actor):
                     self.wait_for_model(ctx)
                 else:
                     self.start_if_nobody_else_can(ctx)
+            case Lost(node=node, unreachable=True):
+                self.gone.pop(node, None)  # it is there again, where I cannot reach it
             case Joined(node=self.me):
                 self.computing = False
                 self.newcomers, self.gone, self.lost_lately = {}, {}, {}
@@ -207,10 +222,12 @@ class Member(Actor):
                     self.send_state(node, ctx)  # how I invited it may have been lost
                 elif self.holds and self.term != FIRST:
                     ctx.send(node, Holding(self.term))
-            case Holding(term=term) if not self.waiting and term > self.term:
+            case Holding() if self.waiting:
+                self.newcomers.pop(sender, None)
+            case Holding(term=term) if term > self.term:
                 self.tell_group(message, ctx)
                 self.wait_for_model(ctx)
-            case Holding(term=term) if not self.waiting and term < self.term:
+            case Holding(term=term) if term < self.term:
                 ctx.send(sender, Holding(self.term))
             case Hello() if self.holds and sender in self.group:
                 self.send_state(sender, ctx)
@@ -231,6 +248,11 @@ class Member(Actor):
         self.since = {**state.since}
         # It may have been sent before its sender knew who is lost. The sender itself is there.
         self.regroup(node for node in state.group if node == sender or node not in self.lost_lately)
+        self.newcomers = {
+            node: number for node, number in self.newcomers.items() if node not in state.group
+        }
+        for node in self.newcomers:  # they may still take me for one of them
+            ctx.send(node, Holding(self.term))
         self.take_over(state.momentum)
         self.waiting = False
         self.invited_by = sender

@@ -28,11 +28,11 @@ from archipel.errors import UserError
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a state stands in and does not contain.
+    """What a state refers to and does not contain.
 
     Attributes:
-        things: objects that the state refers to and that are there already when it is read, by
-            name.
+        things: objects, by name, that already exist when the state is read; the state refers to
+            them by these names.
         modules: modules whose dataclasses may be made, besides archipel's own: the file of a method
             of the user's.
     """

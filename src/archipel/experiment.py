@@ -104,9 +104,9 @@ def compare(
         tokens: instead of `steps`.
         seeds: runs of each method, with seeds `run.seed`, `run.seed` + 1, …
         settings: further settings by `section.key`, such as `{"halos.accumulate": 8}`.
-        target_loss: None: the loss that the worst of the runs ends at.
-        processes: that compute gradients; None: one a core, or one a GPU. Results do not depend on
-            it.
+        target_loss: the loss that times are given for; None: the one that the worst run ends at.
+        processes: how many compute gradients; None: one a core, or one a GPU. Results do not
+            depend on it.
         checkpoint_every: save each run after so many tokens (1000000), or seconds here ("600s").
         strict: end a run at a training loss that is not finite, instead of restarting its worker.
         out: the folder for run directories and report; None: a new one, `runs/compare-DATE`.
@@ -372,7 +372,7 @@ def compared(
     """Runs side by side, with a report in the folder `out`.
 
     Args:
-        target_loss: None: the loss that the worst of the runs ends at.
+        target_loss: the loss that times are given for; None: the one that the worst run ends at.
         diverged: a line for each run that left nothing.
 
     Raises:

@@ -38,7 +38,7 @@ class Failure:
 
     Attributes:
         recipe: one line of JSON, which is YAML: `echo RECIPE | archipel run /dev/stdin` replays it.
-        invariant: the one that does not hold, or `exception`.
+        invariant: name of the invariant that does not hold, or `exception`.
         message: what was found.
     """
 
@@ -49,7 +49,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one run.
+    """The outcome of one run.
 
     Attributes:
         method: its method.

@@ -1,7 +1,7 @@
 """What workers and a parameter server say to each other, and the worker's side of it.
 
-What belongs here: the part that all methods with servers share. What does not: a server, for that
-is what tells those methods apart.
+What belongs here: the part that all methods with servers share. What does not: servers, because
+they are what makes those methods different.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Worker(Actor):
     """Gets a model, takes its inner steps, sends the displacement, and gets the newest model in
     return.
 
-    `start` is where its inner steps began; None: it has nothing to do. A server that has been lost
-    sends a model to whoever may be waiting for one; a worker that is not waiting ignores it.
+    `start` is the model from which its inner steps began; None: it is waiting for a model. A server
+    that was lost and is back sends its model to all who may be waiting; a worker that is not
+    waiting ignores it.
     """
 
     server: NodeId

@@ -1,7 +1,7 @@
-"""Python files that the user names, a task or a method of their own: importing one, and where in it
-something failed.
+"""Importing Python files that the user names (a task or a method), and finding the line in them
+that failed.
 
-What belongs here: nothing that knows what is in such a file.
+What belongs here: what is the same for all such files. What does not: what a task or a method is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One experiment as typed, strict configuration.
 
-What belongs here: what a recipe may say, its defaults, and the errors of those who write one. What
+What belongs here: what a recipe may say, its defaults, and the error messages for a wrong one. What
 does not: running it.
 """
 
@@ -55,8 +55,8 @@ class Recipe:
         label: the name under which a report shows the run; its folder's name begins with it.
         method: the method's name, or the path of its file.
         config: the method's settings.
-        profile: None: it is measured when the run starts.
-        faults: None: nothing goes wrong on purpose, and no invariants are checked.
+        profile: the size of the job; None: it is measured when the run starts.
+        faults: what goes wrong on purpose; None: nothing, and no invariants are checked.
         bad_updates: when an update is refused. None: by the default rule in a live run, and never
             in a simulated one. False: never.
     """

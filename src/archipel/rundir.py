@@ -1,8 +1,8 @@
-"""What a run leaves, and the folders that it leaves it in.
+"""What a run leaves behind, and its folder.
 
-What belongs here: the files of a run directory, how one is made, kept from other processes, found
-and told from a finished one. What does not: running anything, and what a checkpoint holds
-(`checkpoint.py`).
+What belongs here: the files of a run directory; how a directory is made, kept from other processes,
+and found; and how one tells whether its run has ended. What does not: running anything, and what a
+checkpoint holds (`checkpoint.py`).
 
 A run directory is whole or absent: each file is written under another name and then renamed, and
 `summary.json` comes last. A run's own directory is replaced by the next run of its name, so its
@@ -270,20 +270,20 @@ class Ended:
     """What an engine hands over when a run has ended, for its run directory.
 
     Attributes:
-        time_s: on the engine's clock.
-        inner_steps: that have been trained; see `actor.Actor`.
-        absorbed_steps: those of them that are in the model to take home.
+        time_s: length of the run, on the engine's clock.
+        inner_steps: inner steps that were trained; see `actor.Actor`.
+        absorbed_steps: inner steps that are in the model to take home.
         outer_steps, local_updates: see `actor.Actor`.
         parts: those whose mean is the model to take home.
-        nodes: all of them.
+        nodes: all nodes of the run.
         recorder: what happened.
         task, layout: what was trained, and where its weights lie in a vector; None if nothing was.
         integers: the model's integer buffers by name.
         real, modelled: what took place, and what formulas stand for.
-        clock: the engine's, `modelled` or `measured`.
-        processes: that took inner steps.
-        taken_home_bytes: of the model's parts on their way to the command, which are in no other
-            total; None where nothing travels.
+        clock: what the engine's clock is, `modelled` or `measured`.
+        processes: how many processes took inner steps.
+        taken_home_bytes: bytes of the model's parts on their way to the command, which no other
+            total includes; None where nothing travels.
     """
 
     time_s: float

@@ -19,7 +19,7 @@ DEFAULT_STEPS = 10_000
 
 
 class RunConfig(Strict):
-    """When a run ends, and its seed. The first stop rule that holds ends it.
+    """When a run ends, and its seed. The run ends as soon as one of its stop rules holds.
 
     `steps` and `tokens` count what all workers together have trained; the learning rate is planned
     for them.
@@ -32,7 +32,7 @@ class RunConfig(Strict):
         None, ge=1, description="tokens of all workers together, instead of steps"
     )
     seconds: float | None = Field(
-        None, gt=0, description="the run ends after so many seconds on its clock"
+        None, gt=0, description="the run ends after this many seconds on its clock"
     )
     target_loss: float | None = Field(
         None, description="the run ends when the validation loss is at or below this"
@@ -55,19 +55,21 @@ class RunConfig(Strict):
 
 
 class PipelineConfig(Strict):
-    """One replica of the model over several workers; see `pipeline.py`."""
+    """How one replica of the model is spread over several workers; see `train/pipeline.py`."""
 
     stages: int = Field(
         1,
         ge=1,
-        description="so many neighbouring workers hold one replica; divides their number",
+        description="how many neighbouring workers hold one replica; the number of workers must be "
+        "a multiple",
     )
     micro_batches: int = Field(
-        4, ge=1, description="so many parts of each batch follow each other through the stages"
+        4, ge=1, description="into how many parts a batch is cut, which follow each other"
     )
     routing: Routing = Field(
         "random",
-        description="a micro-batch goes on to a random replica's next stage; fixed: its own's",
+        description="random: a micro-batch goes on to the next stage of a random replica; fixed: "
+        "of its own replica",
     )
 
 
@@ -75,12 +77,12 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class LiveConfig(Strict):
-    """How a recipe runs for real, by `archipel launch`; a simulation does not look at it."""
+    """How `archipel launch` runs a recipe; a simulation ignores this section."""
 
     pace: Literal["none", "profile"] = Field(
         "none",
-        description="profile: an inner step takes at least the time that the profile and the "
-        "worker's speed give it",
+        description="profile: an inner step takes at least its time in the simulator; none: it is "
+        "not slowed down",
     )
     gpu_fraction: float = Field(
         1.0,
@@ -91,12 +93,12 @@ class LiveConfig(Strict):
     processes: int = Field(
         1,
         ge=1,
-        description="so many processes of each worker share one replica of the model, by FSDP2",
+        description="how many processes of each worker share one replica of the model, by FSDP2",
     )
     deadline_s: float = Field(
         60.0,
         gt=0,
-        description="a node without a sign of life or of progress for so long is taken for lost",
+        description="a node that shows no life or no progress for this long is taken for lost",
     )
     ports: list[Port] | None = Field(
         None,

@@ -1,7 +1,7 @@
 """From a recipe to a simulated run and what it leaves in its run directory.
 
 What belongs here: putting a simulator together, when it is saved, and how it goes on from a
-checkpoint. What does not: what the simulator does (`clock.py`), what a run directory looks like
+checkpoint. What does not: what the simulator does (`sim/`), what a run directory looks like
 (`rundir.py`), several runs (`experiment.py`).
 """
 

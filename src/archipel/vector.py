@@ -1,7 +1,7 @@
 """A model's weights as one vector.
 
 What belongs here: the map between a `torch.nn.Module` and one flat fp32 tensor, and arithmetic that
-has to know where the parameters in it end. What does not: optimizers, messages, anything about a
+has to know where in it the parameters end. What does not: optimizers, messages, anything about a
 particular model.
 
 A vector holds the trainable parameters first, each once however often it is tied, then the

@@ -14,8 +14,8 @@ from archipel.errors import UserError, seen_from
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 and everybody else do (to YAML 1.1 it is text); refuses
-    a key given twice.
+    """Reads `1e-3` as a number, as YAML 1.2 does (in YAML 1.1 it is text), and refuses a key that
+    is given twice.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -1,8 +1,8 @@
 """The command line: which commands there are, and how errors become exit codes.
 
 What belongs here: the list of commands, and the exit codes: 0; 1, training could not go on; 2, a
-mistake that the user can mend; 130, Ctrl-C. What does not: anything that a Python program would
-want to call as well; that is in `experiment.py`.
+mistake that the user can mend; 130, Ctrl-C. What does not: what a Python program would want to call
+as well, which is in `experiment.py`.
 """
 
 from __future__ import annotations

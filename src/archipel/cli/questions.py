@@ -1,6 +1,7 @@
 """The commands that answer a question without a recipe: what there is, studies, theory, fuzzing.
 
-What belongs here: their arguments, and how their answers are printed. What does not: the answers.
+What belongs here: the arguments of these commands, and how their answers are printed. What does
+not: how the answers are found (`studies/`, `theory/`, `fuzz.py`).
 """
 
 from __future__ import annotations
@@ -143,8 +144,10 @@ def study(
 
 
 def latency(
-    workers: Annotated[int, typer.Option(min=2, help="n.")] = 1024,
-    inner_steps: Annotated[int, typer.Option(min=1, help="m: inner steps of an outer step.")] = 100,
+    workers: Annotated[int, typer.Option(min=2, help="n: how many workers there are.")] = 1024,
+    inner_steps: Annotated[
+        int, typer.Option(min=1, help="m: inner steps between two exchanges.")
+    ] = 100,
     message_s: Annotated[
         float, typer.Option(help="Mean seconds of a message with one vector of weights.")
     ] = 1.0,
@@ -153,12 +156,12 @@ def latency(
     ] = 0.5,
     step_s: Annotated[float, typer.Option(help="Mean seconds of an inner step.")] = 1.0,
     step_cv: Annotated[
-        float, typer.Option(help="Standard deviation of an inner step's time over its mean.")
+        float, typer.Option(help="Standard deviation of an inner step's time, divided by its mean.")
     ] = 0.1,
     steps: Annotated[
         int, typer.Option(min=1, help="Inner steps of a worker in the whole run.")
     ] = 25_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the drawn times.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn times.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the plots. Default: runs/latency-DATE.")
     ] = None,
@@ -184,9 +187,13 @@ def fuzz(
     schedules: Annotated[
         int, typer.Option(min=1, help="Random runs, each with faults of its own.")
     ] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Default: one a core. The result is the same.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many processes work. Default: one a core. The result does not depend on it.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -215,16 +222,21 @@ def theory_noloco(
     beta: Annotated[float, typer.Option(help="β: outer learning rate.")] = 0.7,
     gamma: Annotated[float, typer.Option(help="γ: averaging strength.")] = 0.7,
     curvature: Annotated[
-        float, typer.Option(help="ωλ: inner learning rate times curvature; 0: the limit.")
+        float,
+        typer.Option(
+            help="ωλ: inner learning rate times curvature; 0 is the limit of a flat direction."
+        ),
     ] = 0.0,
-    inner_steps: Annotated[int, typer.Option(help="m: inner steps of an outer step.")] = 50,
-    workers: Annotated[int | None, typer.Option(help="N. Default: infinitely many.")] = None,
+    inner_steps: Annotated[int, typer.Option(help="m: inner steps between two exchanges.")] = 50,
+    workers: Annotated[
+        int | None, typer.Option(help="N: how many workers there are. Default: infinitely many.")
+    ] = None,
     group_size: Annotated[int, typer.Option(help="n: workers that average together.")] = 2,
     conjecture: Annotated[
         bool,
         typer.Option(
             "--conjecture",
-            help="Also how far off the paper's variance is, for several N; needs --curvature.",
+            help="Also show how far off the paper's variance is, for several N; needs --curvature.",
         ),
     ] = False,
     plots: Annotated[

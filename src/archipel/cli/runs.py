@@ -1,7 +1,7 @@
 """The commands that make runs, and the one that shows them again.
 
-What belongs here: their arguments, and which function of `experiment.py` each one calls. What does
-not: what is printed (`terminal.py`), and the runs themselves.
+What belongs here: the arguments of these commands, and which function of `experiment.py` each one
+calls. What does not: what is printed (`terminal.py`), and the runs themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compare(
         ),
     ] = experiment.DEFAULT_METHODS,
     topology: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Preset or YAML file.")
+        str, typer.Option(metavar="NAME|FILE", help="The network: a preset or a YAML file.")
     ] = DEFAULT_TOPOLOGY,
     profile: Annotated[
         str, typer.Option(help="Size and step time of the modelled job, or `measured`.")
@@ -50,13 +50,18 @@ def compare(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Inner steps of all workers together. Default: 10000.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Instead of --steps.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of all workers together, instead of --steps.")
+    ] = None,
     seeds: Annotated[
         int, typer.Option(min=1, help="Runs of each method, with seeds run.seed, run.seed + 1, …")
     ] = 1,
     settings: Set = None,
     target_loss: Annotated[
-        float | None, typer.Option(help="Default: the loss that the worst of the methods ends at.")
+        float | None,
+        typer.Option(
+            help="Loss that times are given for. Default: the one that the worst method ends at."
+        ),
     ] = None,
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
@@ -100,7 +105,7 @@ def run(
         bool,
         typer.Option(
             "--check-invariants",
-            help="Check what must hold (docs/reliability.md); a recipe with faults does so anyway.",
+            help="Check the invariants (docs/reliability.md); a recipe with faults does so anyway.",
         ),
     ] = False,
     strict: Strict = False,
@@ -133,10 +138,11 @@ def resume(
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Of live runs: see `archipel launch`.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="For live runs: as in `archipel launch`."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Of live runs: see `archipel launch`.")
+        bool, typer.Option("--insecure", help="For live runs: as in `archipel launch`.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -213,7 +219,10 @@ def report(
         typer.Argument(metavar="DIR…", help="Run directories, or folders that hold some."),
     ],
     target_loss: Annotated[
-        float | None, typer.Option(help="Default: the loss that the worst of the runs ends at.")
+        float | None,
+        typer.Option(
+            help="Loss that times are given for. Default: the one that the worst run ends at."
+        ),
     ] = None,
     out: Annotated[
         Path | None,

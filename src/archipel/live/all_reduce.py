@@ -1,15 +1,14 @@
 """An all-reduce as messages between nodes, some of which may be lost while it goes on.
 
 What belongs here: who sends which part of a sum to whom, and how those who are left begin again.
-What does not: who carries the messages (`host.py`), who takes part and what becomes of the mean
-(`collective.py`).
+What does not: who carries the messages (`host.py`), which nodes take part, and what they do with
+the mean (`collective.py`).
 
 The first of a group *leads*. It cuts its vector into chunks and sends them up the group; each
 member adds its own; the last one divides, and the means travel back down. Chunks follow each other,
 so that both directions of all links are busy. Summed so, every node gets the bits of `outer.mean`.
 
-Who takes part is what the leader says, for it may know of a newcomer that the others have not heard
-of.
+The leader says who takes part, because it may know of a newcomer that the others have not heard of.
 
 If a member is lost, those who have not got their mean begin again, without it:
 
@@ -40,8 +39,8 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sum(Message):
-    """Up the group: the sum of one chunk over all members before the receiver, without the
-    vectors of those in `refused`.
+    """Up the group: the sum of one chunk over all members before the receiver, without the vectors
+    of those in `refused`.
     """
 
     group: Group
@@ -54,7 +53,7 @@ class Sum(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Mean(Message):
-    """Down the group: the mean of one chunk. `settled`: from one who has got all of it."""
+    """Down the group: the mean of one chunk. `settled`: the sender has all chunks of the mean."""
 
     group: Group
     round: int
@@ -99,7 +98,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LastMean:
     """The last mean that this node has got, for members that may not have got it."""
 
     group: Group
@@ -136,7 +135,7 @@ class AllReduces:
     waiting: dict[int, Waiting] = field(default_factory=dict)
     early: list[Sum] = field(default_factory=list)
     held: dict[NodeId, list[Message]] = field(default_factory=dict)
-    outcome: Outcome | None = None
+    outcome: LastMean | None = None
 
     def call(
         self, group: Group, vector: Vector, round: int, since_s: float, *, refused: bool = False
@@ -276,7 +275,7 @@ class AllReduces:
                 if other.round != message.round or other.attempt >= message.attempt
             ]
             chunks = tuple(means[number] for number in range(len(call.mine)))
-            self.outcome = Outcome(
+            self.outcome = LastMean(
                 message.group, message.round, message.attempt, chunks, message.refused
             )
             self._settle(self.outcome, tuple(call.asking))
@@ -285,7 +284,7 @@ class AllReduces:
                 call.since_s,
             )
 
-    def _settle(self, outcome: Outcome, others: Group) -> None:
+    def _settle(self, outcome: LastMean, others: Group) -> None:
         """Give others the mean that this node has got."""
         for number, mean in enumerate(outcome.chunks):
             for node in others:

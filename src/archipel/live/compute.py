@@ -1,8 +1,8 @@
 """The thread in which a host computes: inner steps, and the losses of its part of the model at
 marks.
 
-What belongs here: jobs for that thread, their pace, and what comes of them. What does not: who asks
-for a job and is told of its end (`host.py`), how an inner step is taken (`train/`).
+What belongs here: jobs for that thread, their pace, and their results. What does not: who asks for
+a job and is told of its end (`host.py`), how an inner step is taken (`train/`).
 
 There is one thread, not one for steps and one for evaluations, for two reasons: a worker evaluates
 with the replica that it trains with, and both draw from the random numbers of their process, which
@@ -55,7 +55,7 @@ class JobFailed:
     text: str
 
 
-Outcome = JobEnded | JobFailed | UserError | TrainingError
+JobOutcome = JobEnded | JobFailed | UserError | TrainingError
 """What comes of a job: a result, or an error that ends the run."""
 
 AfterStep = Callable[[], None]
@@ -63,7 +63,7 @@ Job = Callable[[AfterStep], Message]
 
 
 class Stopped(Exception):
-    """The host has been stopped in the middle of its inner steps."""
+    """The host was stopped in the middle of its inner steps."""
 
 
 def device() -> torch.device:
@@ -77,7 +77,7 @@ class Compute:
         me: the host's node.
         setup: what it trains.
         marks: told of each loss that has been computed.
-        tell: given what comes of each job.
+        tell: gets the result of each job.
         now: the host's clock.
 
     Attributes:
@@ -87,7 +87,7 @@ class Compute:
         ticks: inner steps taken so far.
         last_tick_s: when the last of them ended.
         training_since_s: when the job under way began; None: there is none.
-        stopped: inner steps under way are given up.
+        stopped: inner steps under way are to be given up.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Compute:
         me: NodeId,
         setup: HostSetup,
         marks: Marks,
-        tell: Callable[[Outcome], None],
+        tell: Callable[[JobOutcome], None],
         now: Callable[[], float],
     ) -> None:
         self.me, self.setup, self.marks = me, setup, marks

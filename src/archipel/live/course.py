@@ -1,7 +1,7 @@
 """How far a live run is: its marks, the evaluations there, its stop rules, and which model is taken
 home.
 
-What belongs here: what follows from what hosts have said about marks. What does not: asking them
+What belongs here: what hosts' reports of marks mean for the run. What does not: asking them
 (`watch.py`), waiting for losses (`evaluations.py`), and models in this process (`home.py`).
 """
 
@@ -34,11 +34,11 @@ class Course:
         marks: what each holder has trained at each mark; see `rehearsal.rehearse`.
         census: how far the run is, as of the last mark.
         health: what hosts have said.
-        evaluations: those whose losses are there, or are waited for.
+        evaluations: the evaluations so far, and those whose losses are waited for.
         home: where models are put together.
         as_rehearsed: nobody has been lost, so marks are where the rehearsal has found them.
         begun: evaluations at rehearsed marks that have begun.
-        taken: the evaluation whose model is taken home; None: there is none yet.
+        taken: the evaluation whose model is taken home; None: not known yet.
         thread: evaluates models in stages, in this process.
     """
 

@@ -3,8 +3,8 @@
 What belongs here: what is waited for when a run is over, and for how long. What does not: when it
 is over (`course.py`, `watch.py`), and the files that it leaves (`launch.py`).
 
-Nothing here is bounded by a time alone: a large save, a long evaluation or a slow link takes as
-long as it takes. What bounds a wait is a host that does not answer any more.
+No wait here has a fixed limit: a large save, a long evaluation or a slow link may take as long as
+it needs. A wait ends early only when a host does not answer any more.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What the losses that hosts have computed come to.
+"""Evaluations of a live run, made of the losses that hosts have computed.
 
-What belongs here: waiting for all holders of the model, and putting down their losses as one
+What belongs here: waiting for all holders of the model, and recording their losses as one
 evaluation. What does not: how a loss is computed (`compute.py`), when the model is evaluated
 (`watch.py`).
 
-Only losses travel. So where the model to take home is the mean of several replicas, its own loss is
-not known before it is taken home (`home.py`): until then an evaluation has the mean of the
-replicas' own losses. At the very start all replicas are equal, and the two are the same.
+Only losses travel. So where the model to take home is the mean of several replicas, its loss is
+known only at the end, when it is taken home (`home.py`). Until then an evaluation holds the mean of
+the replicas' own losses. At the start all replicas are equal, and so are the two numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from archipel.run.metrics import Evaluation, Recorder
 
 @dataclass(frozen=True)
 class Losses:
-    """What the model is worth at one moment.
+    """The losses of the model at one moment.
 
     Attributes:
         loss: of the model to take home; None: it is not known, or nothing is trained.
-        own: of the replicas whose mean it is; empty where there are no replicas.
+        own: the losses of the replicas whose mean it is; empty where it is no mean.
         replica_std: see `metrics.Evaluation`.
     """
 
@@ -42,10 +42,10 @@ class Pending:
     """An evaluation whose losses are being computed.
 
     Attributes:
-        evaluation: all but the losses.
+        evaluation: everything about it except the losses.
         marks: number of the mark of each holder of the model.
         heard: the marks whose losses have come.
-        here: the losses, if they are computed in this process; None: hosts compute them.
+        here: the losses, where this process computes them; None: hosts compute them.
     """
 
     evaluation: Evaluation
@@ -79,7 +79,7 @@ class Evaluations:
 
     Attributes:
         recorder: gets each evaluation when its losses are there.
-        reached: the marks that each host has told of, by number.
+        reached: the marks that each host has reported, by number.
         pending: evaluations whose losses are being computed, in the order of time.
         latest: the last evaluation whose losses are there.
     """

@@ -1,7 +1,7 @@
 """The hosts of a live run as Ray actors, and the calls to them that have not come back.
 
-What belongs here: calls, what comes back of them, and Ray's errors in the words of this project.
-What does not: what is done about a host that has died (`watch.py`), and what a host is (`host.py`).
+What belongs here: calls, their answers, and Ray's errors in the words of this project. What does
+not: what is done about a host that has died (`watch.py`), and what a host is (`host.py`).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Died(TrainingError):
 
 @dataclass(frozen=True)
 class Reply:
-    """A call has come back.
+    """The answer to a call.
 
     Attributes:
         node: whose host was called.
         what: the call.
-        value: what the host has returned; or its error.
+        value: what the host returned, or the error that it raised.
     """
 
     node: NodeId
@@ -65,12 +65,12 @@ class Fleet:
     """All hosts.
 
     Attributes:
-        recipe: of the run.
+        recipe: the recipe of the run.
         places: the machine of each node.
         hosts: the Ray actor of each host that is there or being started.
         followers: the other processes of workers that have several.
-        calls: those that have not come back.
-        files: where processes have met; they are removed at the end.
+        calls: the calls that have not been answered.
+        files: the files through which processes found each other; removed at the end.
         addresses: where the mail of each host goes that is ready to run.
         keys: of the run: who has them is let in.
     """

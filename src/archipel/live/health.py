@@ -1,7 +1,7 @@
-"""How the hosts of a live run are, as far as they have said.
+"""How the hosts of a live run are doing, by what they reported last.
 
-What belongs here: what hosts have said last, and what their silence means. What does not: asking
-them (`watch.py`), and what is done about those that are silent (`restarts.py`).
+What belongs here: the last report of each host, and what its silence means. What does not: asking
+hosts (`watch.py`), and what is done about silent ones (`restarts.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Now:
         loss: mean of the workers' last training losses; None before the first.
         tokens_per_s: since the start; None where nothing is trained.
         idle: the part of its time in which each worker has not computed.
-        late: a host that is not there, or the one that has been silent longest, and what it does;
-            None: all have done something just now.
+        late: a host that is lost, or else the one that has been silent longest, and what it was
+            doing; None: all have done something just now.
         under_way: the message that takes longest, between whom, and how far it is; None: none takes
             long.
     """
@@ -52,13 +52,13 @@ class Now:
 
 @dataclass
 class Health:
-    """What hosts have said.
+    """What hosts have reported.
 
     Attributes:
         deadline_s: longest time without an answer, and without anything that happens.
-        statuses: the last word of each host that runs.
-        answered_s: when each host has answered last, or was started.
-        lost_s: when a host was lost last.
+        statuses: the last report of each host that runs.
+        answered_s: when each host last answered, or was started.
+        lost_s: when a host was last lost.
     """
 
     deadline_s: float

@@ -1,12 +1,12 @@
 """Taking the model home: its parts travel to the process of the command, and are put together
 there.
 
-What belongs here: whole models of the parts that hosts hold, and what their mean is worth. What
-does not: the losses at marks, which hosts compute themselves (`compute.py`), and the files that a
-run leaves.
+What belongs here: putting whole models together from the parts that hosts hold, and the loss of
+their mean. What does not: the losses at marks, which hosts compute themselves (`compute.py`), and
+the files that a run leaves.
 
-This happens once, at the end. There is one exception: the stages of a pipeline have no loss alone,
-so they travel at each mark.
+This happens once, at the end, with one exception: a stage of a pipeline has no loss of its own, so
+stages travel at each mark.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from archipel.train.replica import Replica
 
 @dataclass
 class Home:
-    """Models in the process of the command.
+    """The models that are put together in the process of the command.
 
     Attributes:
         fetch: gets a host's part of the model at one of its marks.
@@ -33,7 +33,7 @@ class Home:
         pipeline: whose stages the parts are; None: each part is a whole model.
         order: all nodes, in the order in which a mean is summed up.
         marks: number of the mark of each holder whose part is here.
-        parts: these parts.
+        parts: the parts themselves.
         received_bytes: of all parts that have come so far.
     """
 

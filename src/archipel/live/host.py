@@ -11,9 +11,9 @@ peer's vector is taken in meanwhile.
 
 A host does not end on its own: it serves its peers until it is told to stop.
 
-A worker whose loss is not finite keeps its actor, and has lost everything else that it had under
-way. It handles nothing more until it is told who is there, and begins a new life then, as a node
-does that has been started again.
+A worker whose loss is not finite keeps its actor and loses everything that it had under way. It
+handles nothing until it is told who is there. Then it begins a new life, like a node that was
+started again.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Host:
     """Runs one actor.
 
     Args:
-        setup: who it is and what it does.
+        setup: which node this is, and what it does.
         post: carries an envelope to a node; copies the vectors in it before it returns.
 
     Attributes:
-        events: what the watch should look at: a loss that is not finite; or None: all marks have
-            been reached.
+        events: news for the watch: a loss that is not finite, or None when all marks have been
+            reached.
     """
 
     def __init__(self, setup: HostSetup, post: Callable[[NodeId, Envelope], None]) -> None:

@@ -39,7 +39,7 @@ from archipel.live.home import Home
 from archipel.live.prepare import Parts, make_setups, prepare
 from archipel.live.protocol import HostSetup
 from archipel.live.restarts import Restarts
-from archipel.live.saves import Schedule, WatchState, load_watch
+from archipel.live.saves import SaveSchedule, WatchState, load_watch
 from archipel.live.watch import Watch
 from archipel.recipe import Recipe
 from archipel.run.census import Census
@@ -200,7 +200,7 @@ def make_watch(
         fleet=fleet,
         health=health,
         course=Course(parts.marks, census, health, evaluations, home, as_rehearsed=not saved.saves),
-        schedule=Schedule(every),
+        schedule=SaveSchedule(every),
         restarts=Restarts(recipe.live.max_restarts, dict(saved.restarts)),
         progress=progress,
         folder=folder,

@@ -1,7 +1,7 @@
 """Messages between processes: what they travel in, and which of them are let in.
 
 What belongs here: envelopes, and the inbox that puts them in order. What does not: who carries them
-(`ray_host.py`), what becomes of them (`host.py`).
+(`ray_host.py`), and who handles them (`host.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Envelope:
 
     Attributes:
         sender: who sent it.
-        epoch: of the run that it belongs to.
-        lives: which of the sender's it is from, and which of the receiver's it is for: a node that
-            is started again has one more.
+        epoch: number of the run that it belongs to.
+        lives: the sender's life that it comes from, and the receiver's life that it is meant for,
+            as numbers; a node that is started again begins another life.
         number: how many messages the sender had sent to this receiver before, in these lives.
-        sent_s: on the sender's clock.
+        sent_s: when it was sent, on the sender's clock.
         kind, contents: the message's class, and its fields.
     """
 
@@ -83,13 +83,13 @@ class Inbox:
     while it is not lost.
 
     Attributes:
-        epoch: of this run; mail of any other is dropped.
-        life: my own; mail for an earlier one is dropped.
-        lives: of those others who have been started again, as far as I have been told. Mail of a
-            later life waits for the news.
-        gone: who is lost.
+        epoch: number of this run; mail of any other run is dropped.
+        life: number of this node's life; mail for an earlier one is dropped.
+        lives: the lives of other nodes that were started again, as far as this node was told.
+            Mail of a later life waits until this node is told of that life.
+        gone: the nodes that are lost.
         expected: the number that each sender's next message has.
-        early: what came before its turn, by sender, life and number.
+        early: messages that came before their turn, by sender, life and number.
     """
 
     epoch: int

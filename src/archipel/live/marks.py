@@ -1,10 +1,10 @@
 """A host's part of the model at its marks: a copy of it, until its loss is known.
 
 What belongs here: how many copies are kept and for how long. What does not: how a loss is computed
-(`compute.py`), what the losses of all hosts come to (`evaluations.py`).
+(`compute.py`), and what is made of the losses of all hosts (`evaluations.py`).
 
-The copy is made in the very handler that reaches a mark, so the model that is evaluated is that of
-the mark. Copies cost memory: if evaluations are slower than marks come, the handler waits.
+The copy is made inside the handler that reaches a mark, so exactly the model of that mark is
+evaluated. Copies cost memory: where marks come faster than evaluations end, the handler waits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ their evaluation.
 
 @dataclass
 class Copy:
-    """A part of the model that is kept.
+    """A copy of this host's part of the model.
 
     Attributes:
-        numbers: of the marks that it stands for; one handler can reach several.
+        numbers: numbers of the marks that it belongs to; one handler can reach several.
         vector: the part.
     """
 

@@ -1,7 +1,7 @@
 """What a live run is put together from, before its first process is started.
 
-What belongs here: whatever can go wrong without any other process, and what each host will be told.
-What does not: processes (`launch.py` and what it calls).
+What belongs here: checks that need no other process, and what each host will be told. What does
+not: processes (`launch.py` and what it calls).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Parts:
         recipe: with the profile filled in.
         actors: all of them, as they are at the start.
         run: what the learning rate depends on.
-        marks: see `rehearse`; empty where a run goes on.
+        marks: see `rehearse`; empty where a stopped run goes on.
         task: what is trained; None: nothing.
         replica: of the whole model, in this process; None where nothing is trained.
         pipeline: how workers share the replicas' stages; None: each has a whole replica.

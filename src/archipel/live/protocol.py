@@ -40,11 +40,11 @@ class SaveFolder:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who is there when a host begins a life.
+    """Which hosts are there when a host begins a life.
 
     Attributes:
         life: how many lives this host has had before.
-        lives: the same for every other host that has had any.
+        lives: the same number for every other host that was started again.
         gone: hosts that are lost now.
         losses: how often any host has been lost so far.
     """
@@ -70,13 +70,13 @@ class HostSetup:
         actor: pickled, since its class may lie in a file of the user's that the host has to import
             first.
         seed_rank: the actor's place among all actors; with the run's seed it seeds `Context.rng`.
-        task, run: what is trained, by those who train.
+        task, run: what is trained, for hosts that train.
         shard: this worker's data; None: this actor is no worker.
         marks: counts of inner steps, rising, at which the actor's part of the model is kept
             and evaluated; () where the actor holds no part.
         step_time_s: the least time of an inner step, to act out a slower machine; 0: as fast as it
             goes.
-        epoch: a number of this run that is on all its mail.
+        epoch: a number of this run, which all its mail carries.
         rank: this worker's place among the workers.
         pipeline: how workers share the replicas' stages; None: each has a whole replica.
         shards: the data of all replicas, for a stage.
@@ -84,11 +84,11 @@ class HostSetup:
         deadline_s: longest wait for those with whom inner steps are taken.
         parameters: leading entries of this node's vectors that are parameters.
         screening: which updates are refused; None: none.
-        save_folder: where it saves its part; None: it saves nothing.
+        save_folder: where this host saves its part; None: it saves nothing.
         waits_for_release: a copy of the model is kept until the watch has said that it is not
             needed.
         begins: how this process begins.
-        membership: who is there.
+        membership: which hosts are there.
     """
 
     actor: bytes
@@ -124,10 +124,10 @@ class HostSetup:
 
 @dataclass(frozen=True)
 class News:
-    """From the watch to a host, about another one.
+    """From the watch to a host: another host is lost, or is there again.
 
     Attributes:
-        node: the other one.
+        node: the other host.
         life: None: it is lost. A number: it is there again, and this is how many lives it has had
             before.
     """
@@ -206,10 +206,10 @@ class BadLoss:
 
 @dataclass(frozen=True)
 class Status:
-    """What a host says about itself when it is asked.
+    """What a host reports of itself when it is asked.
 
     Attributes:
-        time_s: on its clock.
+        time_s: the time on its clock.
         events: messages handled and inner steps taken so far. If this stands still, the host does.
         quiet_s: seconds since the last of these events; 0 while it evaluates the model, and while
             a message from here moves.

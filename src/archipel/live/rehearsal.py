@@ -3,9 +3,9 @@
 What belongs here: what a live run learns from the simulator before it starts. What does not: what
 it does with that (`launch.py`, `course.py`).
 
-It shows that the method comes to its end, and what each holder of the model has trained at each
-mark. Hosts keep their part of the model at just these counts, however long they really take: so a
-live run evaluates, and takes home, what the simulator would.
+It shows that the run reaches its end, and what each holder of the model has trained at each mark.
+Hosts keep their part of the model at just these counts, however long they really take. So a live
+run evaluates, and takes home, what the simulator would.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from archipel.train.trainer import NoTraining
 
 
 @dataclass
-class Marks(Observer):
-    """What every holder of the model has counted, wherever the simulator evaluates it."""
+class RehearsedMarks(Observer):
+    """What every holder of the model has counted at each evaluation of the simulator."""
 
     marks: list[Mapping[NodeId, int]] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, 
     Raises:
         UserError, TrainingError: the method would not come to its end; see `Simulator.run`.
     """
-    seed, pipeline, rehearsal = recipe.run.seed, assemble.pipeline_of(recipe), Marks()
+    seed, pipeline, rehearsal = recipe.run.seed, assemble.pipeline_of(recipe), RehearsedMarks()
     Simulator(
         assemble.build_actors(recipe, pipeline, torch.empty(0), ()),
         recipe.topology.workers,

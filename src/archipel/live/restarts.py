@@ -23,13 +23,13 @@ class Restarts:
 
     Attributes:
         most: how often one process may be started again.
-        counts: how often each process has been, in the whole run.
-        lives: how many lives each host has had before, as the others know, since the command has
-            run.
-        begun: the same, as each host knows itself.
+        counts: how often each process has been started again, in the whole run.
+        lives: how many earlier lives each host has had since the command started, as the others
+            were told.
+        begun: the same number, as each host was told itself.
         gone: hosts that are lost now, in the order in which they were lost.
-        without_process: those of them whose process is to be started again.
-        losses: how often any host has been lost, since the command has run.
+        without_process: lost hosts whose process is to be started again.
+        losses: how often any host has been lost since the command started.
     """
 
     most: int

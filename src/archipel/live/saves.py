@@ -31,11 +31,11 @@ class HostState:
     """A host's part of the run.
 
     Attributes:
-        actor: with all its fields.
-        rng: of the actor's random numbers.
+        actor: the actor, with all its fields.
+        rng: state of the actor's random numbers.
         batch: number of the next batch.
         inner: what the inner optimizer keeps.
-        screen: what it goes by to refuse updates; None: it refuses none.
+        screen: the norms by which it refuses updates; None: it refuses none.
         recorder: what has happened at this host.
         events: how many things have happened at this host.
     """
@@ -51,7 +51,7 @@ class HostState:
 
 @dataclass
 class SaveRequests:
-    """When a host copies its state, and that copies are written one after the other.
+    """Says when a host copies its state, and lets one copy be written at a time.
 
     Attributes:
         wanted: somebody waits for a copy of the state.
@@ -117,7 +117,7 @@ def _surroundings(actor: Actor, recorder: Recorder) -> Surroundings:
 
 @dataclass(frozen=True)
 class WatchState:
-    """What is known of the whole run and at no host.
+    """What the watch knows of the whole run, and no host knows.
 
     Attributes:
         number: tells this run's saves from those of another run of the same name.
@@ -156,12 +156,12 @@ def load_watch(folder: Path, recipe: str) -> WatchState:
 
 
 @dataclass
-class Schedule:
-    """When all are saved.
+class SaveSchedule:
+    """When all nodes are saved.
 
     Attributes:
         every: how often; None: never.
-        next: tokens, or seconds of the run, at which it is due again.
+        next: tokens, or seconds of the run, at which the next save is due.
     """
 
     every: Every | None

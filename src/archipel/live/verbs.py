@@ -25,8 +25,8 @@ from archipel.run.node import Node
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Own:
-    """A message that the actor is to get from itself, or an answer to it; and the life that it is
-    of.
+    """A message from the actor to itself, or an answer to one of its requests, with the number of
+    the life in which it was asked for.
     """
 
     message: Message
@@ -38,9 +38,9 @@ class HostContext:
 
     Args:
         node: the actor, and what is kept beside it.
-        setup: who it is and what it does.
+        setup: which node this is, and what it does.
         post: carries an envelope to a node; copies the vectors in it before it returns.
-        put: has the host take in something later.
+        put: puts something into the host's queue.
 
     Attributes:
         rng: random numbers of this node.

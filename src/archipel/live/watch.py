@@ -22,7 +22,7 @@ from archipel.live.fleet import Died, Fleet, Reply
 from archipel.live.health import Health, Now
 from archipel.live.protocol import BadLoss, HostSetup, Mark, Ready, Status
 from archipel.live.restarts import Restarts
-from archipel.live.saves import Schedule, WatchState, save_watch
+from archipel.live.saves import SaveSchedule, WatchState, save_watch
 from archipel.recipe import Recipe
 
 TICK_S = 1.0
@@ -38,20 +38,20 @@ class Watch:
     """A live run, as the command sees it.
 
     Attributes:
-        recipe: of the run.
+        recipe: the recipe of the run.
         setups: what the first host of each node was told.
-        peers: those whom each node may send to.
+        peers: the nodes that each node may send to.
         fleet: the hosts.
-        health: what they have said.
+        health: what hosts have reported.
         course: how far the run is.
         schedule: when all are saved.
-        restarts: who is lost.
+        restarts: which hosts are lost, and how often each was started again.
         progress: told about once a second how things stand.
         folder: where the watch saves what no host knows.
         saved: what it has saved last.
-        address: of the cluster; None: a private one.
+        address: address of the cluster; None: a private one.
         started_s: when the run started, on this process's clock; None: it has not.
-        warned: senders of updates of which it has been said that they are refused.
+        warned: nodes whose refused updates the user has been warned of.
     """
 
     recipe: Recipe
@@ -60,7 +60,7 @@ class Watch:
     fleet: Fleet
     health: Health
     course: Course
-    schedule: Schedule
+    schedule: SaveSchedule
     restarts: Restarts
     progress: Callable[[Now], None]
     folder: Path

@@ -1,4 +1,4 @@
-"""One file a method; the file's name is its name on the command line.
+"""The training methods, one file each; a file's name is the method's name on the command line.
 
 A file here imports `actor`, `vector`, `outer`, `parameter_server` and `collective` and nothing else
 of this package. It offers `Config`, the method's settings with the published values as defaults,

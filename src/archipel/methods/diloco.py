@@ -6,7 +6,7 @@ is the mean of `θ_start − θ_i` (line 12); the outer optimizer is SGD with Ne
 14). A round lasts as long as its slowest worker plus the all-reduce. With `dynamic_steps` slower
 workers take fewer steps (DynUpd in HALoS, arXiv 2506.04531).
 
-Who comes and goes is the business of `collective.py`: who is lost is in the mean no longer, a
+`collective.py` sees to workers that come and go: the mean is taken without lost ones, and a
 newcomer gets θ and the momentum.
 
 Defaults are those of HALoS' comparison: H = 32, outer lr 0.7, momentum 0.9.
@@ -49,8 +49,8 @@ class Config(MethodConfig):
 
 @dataclass(kw_only=True)
 class Worker(Member):
-    """`steps` are my inner steps in a round, `steps_of` those of each worker, `round_steps` those
-    of all together.
+    """One worker. `steps` are its own inner steps in a round, `steps_of` those of each worker, and
+    `round_steps` those of all workers together.
     """
 
     outer: Nesterov
@@ -69,7 +69,9 @@ class Worker(Member):
                         outer_gradient(self.theta, theta, self.outer.velocity.numel()),
                         self.number,
                     )
-            case Reduced(mean=gradient, group=group, round=self.number, refused=refused):
+            case Reduced(mean=gradient, group=group, round=self.number, refused=refused) if (
+                self.is_current(group)
+            ):
                 if len(refused) < len(
                     group
                 ):  # else the mean is nobody's, and there is no step in this round

@@ -4,15 +4,15 @@ regional servers to a global one.
 - A **worker** gets θ from its local server, takes its H inner steps, sends the displacement, gets
   the newest θ.
 - A **local server** applies each displacement at once and answers at once: no worker ever waits for
-  the slow water between regions. When it has applied K of them since its last merge, it sends what
-  they add up to on to the global server.
+  a slow link between regions. When it has applied K of them since its last merge, it sends their
+  sum to the global server.
 - The **global server** applies that and answers with the new global model.
 - Upon that model a local server blends it into its own: θ ← (1 − w)·θ + w·Θ.
 
 Both kinds of server use delayed Nesterov momentum. Exactly one report of a local server is in
 flight at a time.
 
-Deviation, on request: the updates that a local server applies while its report is in flight are
+Deviation, if asked for: the updates that a local server applies while its report is in flight are
 kept in its own model but are part of no report, in the authors' code and with `report_since:
 merge`. The paper can be read otherwise; with `report_since: send` the next report starts where the
 last one ended (the merge then moves the starting point by as much as it moves the model). So a

@@ -15,13 +15,13 @@ When a peer is lost, the rest of its group steps without it, if need be alone. A
 momentum. Nobody has to agree on who takes part: whoever gets the exchange of an outer step that it
 has taken already, or takes without the sender, answers `Passed`, and is not waited for.
 
-The learning rate follows the common progress without anybody who counts it: everyone knows from the
-start how many inner steps each worker takes in an outer step, so that one's own outer steps tell
-what all together have done. Those that have been lost count no longer.
+The learning rate follows the common progress, and nobody has to collect it: each worker knows from
+the start how many inner steps every worker takes in an outer step, so it adds them up at each of
+its own outer steps. Lost workers no longer count.
 
-A worker's own exchange comes to it as a message too, so that an engine can refuse it like
-anybody's. The outer step is then taken as if its inner steps had not moved it. Else a bad one would
-be in its φ, and so in the mean of all replicas.
+A worker's own exchange comes to it as a message too, so that an engine can refuse it like any
+other. Then it takes the outer step as if its inner steps had not moved it. Otherwise the bad update
+would be in its φ, and from there in the mean of all replicas.
 
 Defaults are published (α = 0.5, β = 0.7, n = 2, m = 50). The paper does not print γ; 0.7 is what
 its code uses.
@@ -111,19 +111,19 @@ class Worker(Actor):
         phi, velocity: φ and δ.
         workers: everybody, in rank order.
         rank: my place in `workers`.
-        seed: shared by all; the groups are drawn from it.
+        seed: the same for all workers; groups are drawn from it.
         steps: my inner steps in one outer step.
-        steps_of: those of each worker.
-        round_steps: those of all workers together.
+        steps_of: the inner steps of each worker in one outer step.
+        round_steps: the inner steps of all workers together in one outer step.
         progress: inner steps that all workers together have taken, as far as my own outer steps
             tell.
-        inbox: exchanges of this outer step and later ones, by outer step and sender; None: that one
-            was refused.
-        partners: with whom I exchange in this outer step, me among them, in rank order; None until
-            my inner steps are done.
-        away: peers that are lost; True: it may go on where I cannot reach it.
-        asked: whom I have asked for its slow weights, since I have come (back); I am in no outer
-            step until it answers.
+        inbox: exchanges of this outer step and later ones, by outer step and sender; None: the
+            exchange was refused.
+        partners: the members of my group in this outer step, me among them, in rank order; None
+            until my inner steps are done.
+        away: peers that are lost; True: the peer may still be running, but I cannot reach it.
+        asked: the peer that I have asked for its slow weights, after I came (back); until it
+            answers I take no outer step.
     """
 
     config: Config

@@ -3,7 +3,7 @@
 Every step: each worker's gradient on its own batch, the mean of all of them, one step of the inner
 optimizer. All workers hold the same weights and the same optimizer state throughout.
 
-Who comes and goes is the business of `collective.py`. A newcomer gets the weights; the state of its
+`collective.py` sees to workers that come and go. A newcomer gets the weights; the state of its
 inner optimizer is its own.
 """
 
@@ -32,7 +32,7 @@ class Config(MethodConfig):
 
 @dataclass(kw_only=True)
 class Worker(Member):
-    """`averaged` is how many gradients are in the step that I am taking."""
+    """One worker. `averaged` is how many gradients are in the step that it is taking."""
 
     averaged: int = 0
 
@@ -43,7 +43,9 @@ class Worker(Member):
             case Gradient(vector=gradient):
                 if self.computed(ctx):
                     ctx.all_reduce(self.group, gradient, self.number)
-            case Reduced(mean=gradient, group=group, round=self.number, refused=refused):
+            case Reduced(mean=gradient, group=group, round=self.number, refused=refused) if (
+                self.is_current(group)
+            ):
                 self.agree(group)
                 self.averaged = len(group) - len(refused)
                 if self.averaged:

@@ -1,6 +1,7 @@
 """Comparing runs: times to a loss, means over seeds, ratios.
 
-What belongs here: figures. What does not: how they are worded (`words.py`) and drawn (`plots.py`).
+What belongs here: the numbers of a comparison. What does not: how they are worded (`words.py`) and
+drawn (`plots.py`).
 
 The comparison is the published one (HALoS, arXiv 2506.04531): the time on the run's clock until the
 loss reaches a target. Runs with equal labels are seeds of one method. Runs without losses (`task:

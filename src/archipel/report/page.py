@@ -1,7 +1,7 @@
 """A comparison as one HTML page that needs no other file, and its plots as PNG files.
 
-What belongs here: the page's parts and how it is written. What does not: figures, words and plots.
-`report.html` is the template.
+What belongs here: the parts of the page, and writing it. What does not: the numbers, words and
+plots in it. `report.html` is the template.
 """
 
 from __future__ import annotations

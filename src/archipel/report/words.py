@@ -1,7 +1,7 @@
 """A comparison in words: headline, table, notes.
 
-What belongs here: how figures are written and explained, for the terminal and the page. What does
-not: the figures (`comparison.py`).
+What belongs here: how numbers are written and explained, for the terminal and the page. What does
+not: the numbers themselves (`comparison.py`).
 """
 
 from __future__ import annotations

@@ -40,11 +40,12 @@ class Plan:
 
     Attributes:
         steps: inner steps that are trained.
-        seconds: on the engine's clock.
+        seconds: the run's length on the engine's clock.
         target_loss: validation loss.
         evaluate_every: inner steps between two marks.
-        tokens_per_step: of one inner step; None where nothing is trained.
-        stages: nodes that hold one replica. They take an inner step together, and each counts it.
+        tokens_per_step: tokens of one inner step; None where nothing is trained.
+        stages: how many nodes hold one replica. They take an inner step together, and each of them
+            counts it.
         strict: the first training loss that is not finite ends the run.
     """
 
@@ -79,11 +80,11 @@ class Census:
 
     Attributes:
         plan: when it ends.
-        trained: inner steps that each holder of the model has counted, and nobody else's.
-        total: their sum.
+        trained: inner steps that each holder of the model has counted; other nodes are left out.
+        total: the sum of `trained`.
         next_mark: inner steps at which the model is evaluated next.
         since_change: inner steps of each worker since `total` last changed.
-        steps_since_change: their sum.
+        steps_since_change: the sum of `since_change`.
         bad_losses: losses in a row that were not finite, by worker.
     """
 

@@ -1,16 +1,16 @@
-"""What must hold in every run, whatever goes wrong in it: the books that are kept beside a run, and
+"""What must hold in every run, whatever goes wrong in it: notes that are taken beside a run, and
 the checks on them.
 
 What belongs here: each invariant in one place, with its name. What does not: what goes wrong
-(`faults.py`), and what is done about it.
+(`sim/faults.py`), and what is done about it (`sim/trouble.py`).
 
 - `update`: a message is handled at most once, and those between two nodes in the order of sending;
   so no update is applied twice.
 - `tokens`: the model has absorbed no more inner steps than workers have finished.
 - `bytes`: bytes sent are bytes delivered, lost, or in flight.
 - `clock`: time never goes back.
-- `progress`: no actor's counts of outer steps and updates fall, nor a server's count of inner
-  steps, but to what was saved before a crash.
+- `progress`: no actor's counts of outer steps and updates fall, nor does a server's count of inner
+  steps. The only exception is a restart, which goes back to what was saved before a crash.
 - `liveness`: every worker that is there takes inner steps, or waits for a server that is not there
   or cannot be reached.
 """
@@ -45,20 +45,21 @@ def counts(actor: Actor) -> Counts:
 
 @dataclass
 class Ledger(Observer):
-    """What is noted beside one run, and held against it.
+    """Notes taken beside one run, against which its events are checked.
 
     Attributes:
-        workers: all of them; the other nodes are servers.
+        workers: all workers; the other nodes are servers.
         finished: inner steps that workers have finished and been told of.
-        delivered_bytes, lost_bytes: of messages. A collective's bytes are delivered when it starts.
+        delivered_bytes, lost_bytes: bytes of messages so far. Those of a collective count as
+            delivered when it starts.
         under_way: messages between each two nodes, in the order of sending, each with the bytes
             that have left with it.
         seen: what each actor had counted when it was last seen.
         began_s: when each worker last began inner steps.
         restarted: workers that have come back. Their counts may fall once more, to those of whoever
             they take the model from.
-        longest_job_s, longest_message_s: so far, where nothing disturbs them. A collective is a
-            message.
+        longest_job_s, longest_message_s: the longest times of inner steps and of a message so far,
+            as if nothing disturbed them. A collective counts as a message.
         checks: how often each invariant has been checked.
     """
 

@@ -35,16 +35,17 @@ class Evaluation:
     """The model that a user would take home, at one moment of the run.
 
     Attributes:
-        time_s: on the engine's clock.
+        time_s: when, on the engine's clock.
         inner_steps: that all workers together have trained, as far as those know who hold the
             model.
-        tokens: the same in tokens; None where nothing is trained.
-        absorbed_steps: those of them that are in the model; HALoS trains some that never reach it.
+        tokens: the same number in tokens; None where nothing is trained.
+        absorbed_steps: inner steps that are in the model; HALoS trains some that never reach it.
         outer_steps: see `actor.Actor`.
         sent_bytes, slow_link_bytes: so far, on all links and on those between regions.
-        loss: its validation loss.
-        replica_loss: where it is a mean of replicas, the mean of their own validation losses.
-        replica_std: and their standard deviation sqrt(mean over weights and replicas of (φ_i − mean
+        loss: validation loss of the model.
+        replica_loss: mean of the replicas' own validation losses, where the model is a mean of
+            replicas.
+        replica_std: spread of these replicas: sqrt(mean over weights and replicas of (φ_i − mean
             φ)²).
     """
 

@@ -1,9 +1,9 @@
 """One actor's rules under any clock.
 
-What belongs here: what an engine must see to for a single actor before and after it reacts: bad
-updates are refused, a worker has one job at a time, and what came of inner steps is put down. What
-does not: who else there is (`census.py`), when anything happens (`sim/`, `live/`), and what the
-actor does.
+What belongs here: what every engine does for a single actor before and after it reacts: it refuses
+bad updates, lets a worker have one job at a time, and records the results of inner steps. What does
+not: who else there is (`census.py`), when anything happens (`sim/`, `live/`), and what the actor
+does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Node:
         screen: judges the updates that this node receives, and what it gives to collectives; None:
             everything is accepted.
         busy: inner steps of this worker are under way.
-        told: the kind of the last message that it reacted to.
+        told: the kind of the last message that the actor reacted to.
     """
 
     actor: Actor

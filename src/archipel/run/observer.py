@@ -1,7 +1,7 @@
-"""What can be watched in a run, beside what is recorded of every run.
+"""Watching a run, beyond what is recorded of every run.
 
-What belongs here: the moments that an engine tells observers of. What does not: what they make of
-it (`invariants.py`). An engine does the same whether anybody watches or not.
+What belongs here: the moments that an engine tells observers of. What does not: what observers do
+then (`invariants.py`). An engine does the same whether anybody watches or not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ class Look:
 
     Attributes:
         now: seconds on the engine's clock.
-        sent_bytes: by all nodes so far.
-        in_flight_bytes: of messages that have left and not arrived.
-        workers: those who are there.
-        excused: those of them that may have to wait for a server that is lost, or for a link.
-        quiet_since_s: since when nothing has gone wrong, and everybody knows.
+        sent_bytes: bytes that all nodes have sent so far.
+        in_flight_bytes: bytes of messages that have left and not arrived.
+        workers: the workers that are there.
+        excused: workers that may have to wait for a lost server, or for a link.
+        quiet_since_s: the time since which nothing has gone wrong, and every node knows how things
+            stand.
         lag_s: how far slow workers may have fallen behind while links were down.
     """
 
@@ -36,7 +37,7 @@ class Look:
 
 
 class Observer:
-    """Is told what happens. Each method does nothing here: an observer has those that it needs."""
+    """Is told what happens. Every method here does nothing; a subclass overrides those it needs."""
 
     def happens(self, before_s: float, now_s: float) -> None:
         """The clock moves from `before_s` to the next event at `now_s`."""

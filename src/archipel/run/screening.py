@@ -4,9 +4,9 @@ ones before.
 What belongs here: the rule, as a pure function of the updates that one receiver has seen. What does
 not: who is told that an update is refused (the engines), and what a method does then.
 
-One bad update is enough to spoil a model for good, and a sender cannot be trusted to notice: a
-broken memory cell, a file with garbage in it, an inner optimizer that has gone astray. A median is
-what a few bad ones cannot move.
+One bad update can spoil a model for good, and its sender may not notice: the cause can be a broken
+memory cell, a file with garbage in it, or an inner optimizer that diverges. New updates are held
+against a median, because a few bad ones cannot move it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class ScreeningConfig(BaseModel):
     multiple: float = Field(
         1000.0,
         gt=1,
-        description="an update is refused if its norm is more than so many times the median",
+        description="an update is refused if its norm is more than this many times the median",
     )
     window: int = Field(
-        64, ge=1, description="the median is over so many accepted updates, the last ones"
+        64, ge=1, description="the median is taken over this many of the latest accepted updates"
     )
     warm_up: int = Field(
-        8, ge=1, description="accepted updates before the first one can be too large"
+        8, ge=1, description="no update is too large before this many have been accepted"
     )
 
 

@@ -1,6 +1,6 @@
 """The virtual clock: actors run on modelled time, with real gradients or none.
 
-What belongs here: the loop that takes events off the heap, and what comes of each. What does not:
+What belongs here: the loop that takes events off the heap, and what each one does. What does not:
 what puts them there (`verbs.py`), faults on purpose (`trouble.py`), how far the run is
 (`run/census.py`), how a gradient is computed (`train/pool.py`), what a method does.
 
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from archipel.actor import Actor, Message, NodeId, Reduced, Start, Vector, Worker
+from archipel.actor import Actor, Message, NodeId, Reduced, Start, Vector, WorkerSpec
 from archipel.errors import Diverged, TrainingError
 from archipel.run.census import Census, Plan
 from archipel.run.metrics import Recorder
@@ -30,7 +30,7 @@ from archipel.run.screening import Screen, ScreeningConfig
 from archipel.sim import stages
 from archipel.sim.collectives import Collectives
 from archipel.sim.deadlock import who_waits
-from archipel.sim.engine import Engine, Setting, State
+from archipel.sim.engine import Engine, RunSetting, RunState
 from archipel.sim.events import Deliver, Drain, Event, Finish, Notice, PassEnd, Save, Tally
 from archipel.sim.links import Links, under_way
 from archipel.sim.messages import depart
@@ -68,7 +68,7 @@ class Simulator:
     def __init__(
         self,
         actors: Sequence[Actor],
-        workers: Sequence[Worker],
+        workers: Sequence[WorkerSpec],
         network: Network,
         profile: Profile,
         trainer: Trainer,
@@ -87,7 +87,7 @@ class Simulator:
         if len(rank) < len(actors):
             raise ValueError("two actors have one address: every actor's `me` must be its own")
         fastest = max(worker.speed for worker in workers)
-        setting = Setting(
+        setting = RunSetting(
             network=network,
             profile=profile,
             trainer=trainer,
@@ -108,7 +108,7 @@ class Simulator:
         absent = dict.fromkeys(setting.faults.absent, 0.0)
         fault_rng = np.random.default_rng((seed, setting.faults.seed, 0xFA17))
         teams = Teams(pipeline, network, profile, setting.step_time_s, seed) if pipeline else None
-        state = State(
+        state = RunState(
             nodes=nodes,
             census=Census(plan),
             links=Links(network),
@@ -126,7 +126,7 @@ class Simulator:
     # What can be asked between two events
 
     @property
-    def state(self) -> State:
+    def state(self) -> RunState:
         """All that the run has changed, the trainer's part apart."""
         return self.engine.state
 
@@ -180,7 +180,7 @@ class Simulator:
             "on_progress": self.recorder.on_progress,
         }
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: RunState) -> None:
         """Go on from a state that was saved; this simulator must have been made with the same
         arguments.
         """

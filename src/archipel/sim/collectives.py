@@ -1,7 +1,7 @@
-"""All-reduces: who has called, whether all have whom they name, and what the mean is.
+"""All-reduces: which members have called, when a collective is complete, and what its mean is.
 
 What belongs here: the members that wait, and the collectives that are under way. What does not:
-what a collective costs (`network.py`), when it ends (`clock.py`), and who is lost (`outages.py`).
+what a collective costs (`network.py`), when it ends (`verbs.py`), and who is lost (`outages.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Contribution:
     """What a member of a collective has called with.
 
     Attributes:
-        group: whom the member names, itself among them.
-        vector: what it gives.
+        group: the nodes that the member names, itself among them.
+        vector: what it gives to the mean.
         round: the number of this mean.
         share: the part of a model that the vector is; 1 is a whole model.
         refused: its vector is not finite or absurdly large, and is left out of the mean.
@@ -40,9 +40,9 @@ class Complete:
     """A collective that can start.
 
     Attributes:
-        group: its members, in rank order. Where all have named one and the same object, it is that
-            object: then each of them can see at a glance that nobody is missing.
-        calls: what each of them gives, in the same order.
+        group: its members, in rank order. Where all members named one and the same object, it is
+            that object. A member then needs one comparison (`is`) to see that nobody is missing.
+        calls: what each member gives, in the same order.
     """
 
     group: Group
@@ -54,8 +54,8 @@ class Collectives:
     """All collectives of a run.
 
     Attributes:
-        rank: of every node.
-        waiting: members whose collective waits for others.
+        rank: the rank of every node.
+        waiting: members whose collective is not complete yet, and what they gave.
         under_way: for each member that waits for a mean which is being computed, what it gave, and
             the number of the event that will bring the mean.
     """
@@ -67,35 +67,38 @@ class Collectives:
     def call(
         self, member: NodeId, contribution: Contribution, lost: Collection[NodeId], *, again: bool
     ) -> Complete | None:
-        """A member has called; its collective, if that can start.
+        """Note a member's call. Returns its collective if that is complete now.
 
         Args:
-            lost: those who are lost and whom nobody waits for.
-            again: somebody has been lost in this run. Then a member may be told of a later round
-                while it waits, and its last call counts.
+            lost: nodes that are lost, and that nobody waits for.
+            again: some node has been lost in this run. Then a waiting member may call again: it
+                was told meanwhile of a later round, and only its last call counts.
 
         Raises:
-            TrainingError: it waits for another mean already.
+            TrainingError: the member waits for another mean already.
         """
         if member in self.waiting and not again:
             raise TrainingError(
                 f"{member} called all_reduce while it waits in one: a member is in one all-reduce "
-                "at a "
-                "time"
+                "at a time"
             )
         self.waiting[member] = contribution
+        # Most calls end here, without a search: fewer nodes wait than must have called. It may only
+        # skip searches that would fail, so it assumes that all of `lost` were in this group.
         if len(self.waiting) < len(contribution.group) - len(lost):
-            return None  # without a search: somebody has not called
+            return None
         return self.complete(member, lost)
 
     def complete(self, member: NodeId, lost: Collection[NodeId]) -> Complete | None:
-        """The collective that `member` waits in, if all have called whom any of its members
-        names.
+        """The collective that `member` waits in, if it is complete: everybody whom any of its
+        members names has called.
         """
         if member not in self.waiting:
             return None
         group, number = self.waiting[member].group, self.waiting[member].round
         if not self._are_alone(group, number):
+            # Members may name different groups: one invites a newcomer that others do not know, or
+            # has not been told of a loss yet. Then the group is worked out from all their calls.
             named = self._named_with(member, number, lost)
             if any(
                 node not in self.waiting or self.waiting[node].round != number for node in named
@@ -105,9 +108,11 @@ class Collectives:
         return Complete(group, [self.waiting.pop(node) for node in group])
 
     def _are_alone(self, group: Group, number: int) -> bool:
-        """Just the members of one group wait, all for one round and with the same group: the
-        usual case.
+        """The usual case: only the members of one group wait, all for the same round, and all of
+        them named the same object.
         """
+        # Comparing objects and not their contents keeps this linear in the members: a thousand
+        # members with tuples of a thousand names would make a million comparisons.
         return len(self.waiting) == len(group) and all(
             call.group is group and call.round == number for call in self.waiting.values()
         )
@@ -115,9 +120,9 @@ class Collectives:
     def _named_with(self, member: NodeId, number: int, lost: Collection[NodeId]) -> set[NodeId]:
         """Who is in one collective with `member`.
 
-        A member may name somebody whom others have not heard of: a newcomer. And who calls for the
-        same round and is named by one of them, or names one of them, belongs to it too. So the set
-        grows until nothing is added.
+        Whoever calls for the same round belongs to it if a member of it names that node, or if that
+        node names a member. A member may also name a newcomer that the others have not heard of.
+        Each node that is added can bring in more, so the set grows until nothing is added.
         """
         named, seen = {member}, set[NodeId]()
         while named != seen:
@@ -133,7 +138,7 @@ class Collectives:
         """
         calls = zip(complete.group, complete.calls, strict=True)
         for number, (node, call) in enumerate(calls, first_number):
-            call.group = complete.group
+            call.group = complete.group  # if one of these is lost, `leave` finds the others by it
             self.under_way[node] = call, number
 
     def ends(self, member: NodeId) -> None:
@@ -141,13 +146,18 @@ class Collectives:
         self.under_way.pop(member, None)
 
     def leave(self, node: NodeId) -> list[int]:
-        """A node is gone. If a mean was being computed with it, the others wait again, for one
-        without it; the numbers of the events that are void by that.
+        """A node is gone. If a mean was being computed with it, the others wait again, for a mean
+        without it.
+
+        Returns:
+            The numbers of the events that would have brought that mean, and are void now.
         """
         self.waiting.pop(node, None)
         if node not in self.under_way:
             return []
         del self.under_way[node]
+        # The others' calls go back to `waiting`, as if they had just called. They still name the
+        # node, so nothing starts before `forget`: its peers do not know of the loss until then.
         void = []
         for member, (call, number) in list(self.under_way.items()):
             if node in call.group:
@@ -158,7 +168,8 @@ class Collectives:
 
     def forget(self, node: NodeId) -> None:
         """Nobody waits for a node any longer."""
-        without: dict[int, Group] = {}  # members that name one group object go on naming one
+        # Members that named one group object name one object again: `_are_alone` asks for that.
+        without: dict[int, Group] = {}
         for member, call in self.waiting.items():
             if id(call.group) not in without:
                 without[id(call.group)] = tuple(other for other in call.group if other != node)
@@ -166,7 +177,7 @@ class Collectives:
 
 
 def reduced(complete: Complete) -> Reduced:
-    """What a collective comes to."""
+    """The result of a collective, without the contributions that were refused."""
     group, calls = complete.group, complete.calls
     refused = tuple(node for node, call in zip(group, calls, strict=True) if call.refused)
     given = [call.vector for call in calls if not call.refused]

@@ -1,4 +1,4 @@
-"""Who waits for what, when nothing can happen any more on the virtual clock.
+"""Saying who waits for what, when nothing can happen any more on the virtual clock.
 
 What belongs here: the words for it. What does not: how a deadlock is noticed (`clock.py`).
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from archipel.sim.engine import State
+from archipel.sim.engine import RunState
 
 
-def who_waits(state: State) -> str:
+def who_waits(state: RunState) -> str:
     """The first few nodes and what each of them waits for; those in teams and collectives first."""
     return _first(_waits(state), 8)
 
 
-def _waits(state: State) -> Iterator[str]:
+def _waits(state: RunState) -> Iterator[str]:
     named = set()
     for requests in state.teams.waiting.values() if state.teams else ():
         for node in requests:

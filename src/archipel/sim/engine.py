@@ -32,7 +32,7 @@ from archipel.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """What a run is made of and never changes.
 
     Attributes:
@@ -41,10 +41,10 @@ class Setting:
         faults: what goes wrong on purpose.
         pipeline: how the workers share the replicas' stages; None: each has a whole replica.
         parameters: leading entries of a whole model's vector that are parameters.
-        step_time_s: of one inner step of each worker, where nothing slows it down.
-        vector_bytes: what all the weights that a node holds weigh on their way.
-        peers: whom each node may send to.
-        rank: of each node, in the order in which they start.
+        step_time_s: seconds of an inner step of each worker, if nothing slows it down.
+        vector_bytes: bytes on the wire of all the weights that a node holds.
+        peers: the nodes that each node may send to.
+        rank: the place of each node in the order in which they start.
     """
 
     network: Network
@@ -60,27 +60,28 @@ class Setting:
 
 
 @dataclass
-class State:
-    """What a run changes, the trainer's part apart.
+class RunState:
+    """Everything that a run changes, except what the trainer keeps.
 
     Attributes:
         nodes: every actor, and what is kept beside it.
         census: how far the run is.
         links: messages on their way.
         collectives: all-reduces.
-        teams: those who take inner steps in stages; None: every worker has a whole replica.
-        outages: who is lost.
+        teams: nodes that take inner steps together in stages; None: every worker has a whole
+            replica.
+        outages: which nodes are lost.
         recorder: what has happened.
         network_rng: drawn from for jitter.
         observers: are told what happens.
-        evaluations: those whose losses are being computed.
+        evaluations: evaluations whose losses are being computed.
         now: seconds on the virtual clock.
-        heap: what will happen: time, number, and what.
-        number: of the next event that is put on the heap.
-        events: how many have happened.
+        heap: future events: time, number, event.
+        number: number of the next event that is put on the heap.
+        events: how many events have happened.
         changed: the model to take home has changed at this moment.
         jobs: inner steps under way, by worker.
-        rngs: of the nodes that have drawn something.
+        rngs: generators of random numbers of the nodes that have drawn some.
     """
 
     nodes: dict[NodeId, Node]
@@ -103,13 +104,15 @@ class State:
 
 
 class Engine:
-    """A setting and a state.
+    """A simulated run: what it is made of, and how it stands.
 
     Attributes:
         contexts: what each actor may touch of the world.
     """
 
-    def __init__(self, setting: Setting, state: State, contexts: Mapping[NodeId, Context]) -> None:
+    def __init__(
+        self, setting: RunSetting, state: RunState, contexts: Mapping[NodeId, Context]
+    ) -> None:
         self.setting, self.state, self.contexts = setting, state, contexts
 
     def push(self, time_s: float, event: Event) -> None:

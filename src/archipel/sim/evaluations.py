@@ -1,7 +1,7 @@
 """Evaluations that are being computed in the background of a simulation.
 
-What belongs here: what has been asked for, and putting it down when it is there. What does not:
-when the model is evaluated (`run/census.py`), and how a loss is computed (`train/`).
+What belongs here: which evaluations have been asked for, and recording them when they are ready.
+What does not: when the model is evaluated (`run/census.py`), and how a loss is computed (`train/`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from archipel.train.trainer import Promise, Trainer
 
 @dataclass
 class Pending:
-    """An evaluation under way: the loss of the model to take home, and of each replica if it is
-    a mean.
+    """An evaluation under way: the loss of the model to take home, and of each replica if it is a
+    mean.
     """
 
     evaluation: Evaluation
@@ -29,7 +29,7 @@ class Pending:
 
 @dataclass
 class Evaluations:
-    """Those under way, in the order of time."""
+    """The evaluations under way, in the order of time."""
 
     pending: list[Pending] = field(default_factory=list)
 

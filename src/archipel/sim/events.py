@@ -1,7 +1,6 @@
 """What can happen on the virtual clock.
 
-What belongs here: the entries of the clock's heap, as plain data. What does not: what comes of
-them.
+What belongs here: the entries of the clock's heap, as plain data. What does not: what they do.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from archipel.train.trainer import Promise
 
 @dataclass(eq=False, slots=True)
 class Deliver:
-    """A message arrives; `size_bytes` is what it weighs on its way."""
+    """A message arrives. `size_bytes` is its size on the wire."""
 
     to: NodeId
     message: Message
@@ -27,7 +26,7 @@ class Deliver:
 
 @dataclass(eq=False, slots=True)
 class Finish:
-    """A worker's inner steps end. Their answer is waited for now, if it is still being computed."""
+    """A worker's inner steps end. If `answer` is still being computed, the clock waits for it."""
 
     worker: NodeId
     answer: Promise
@@ -52,7 +51,7 @@ class PassEnd:
 
 @dataclass(eq=False, slots=True)
 class Tally:
-    """The inner steps of a pipeline's team end. Until now they have sent this much."""
+    """The inner steps of a pipeline's team end. These are the messages and bytes that they sent."""
 
     messages: int = 0
     sent_bytes: float = 0.0
@@ -71,7 +70,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A node is gone; `leaves`: for good, and it says so."""
+    """A node is gone. `leaves`: it is gone for good, and has said so."""
 
     node: NodeId
     leaves: bool = False
@@ -79,7 +78,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The deadline of a node that has been silent since `since_s`."""
+    """The deadline has passed for a node that has been silent since `since_s`."""
 
     node: NodeId
     since_s: float
@@ -93,7 +92,7 @@ class Return:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Sever:
     """A link has been down for longer than the deadline: the nodes on both sides take each other
     for lost.
     """
@@ -103,10 +102,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """That link is up again."""
+    """A link that was severed is up again."""
 
     link: tuple[str, str]
 
 
-Trouble = Save | Fail | Notice | Return | Cut | Mend
+Trouble = Save | Fail | Notice | Return | Sever | Mend
 Event = Deliver | Finish | Drain | PassEnd | Tally | Trouble

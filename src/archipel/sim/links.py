@@ -1,13 +1,13 @@
 """Messages on their way: in what order they arrive, how they share a link, and which of them are
 lost.
 
-What belongs here: transfers between nodes, and the bookkeeping of what is void because a node or a
-link is gone. What does not: seconds and bytes of one message (`network.py`), who is gone
-(`outages.py`), and the heap (`clock.py`), on which the clock puts what this room returns.
+What belongs here: transfers between nodes, and which of them are void because a node or a link is
+gone. What does not: seconds and bytes of one message (`network.py`), who is gone (`outages.py`),
+and the heap: the functions here return events, and their callers put them on the heap.
 
-Every event of the heap has a number, and numbers rise. When a node is lost, all that is on its way
-from it or to it is void: exactly the events with a lower number than the next one. So one number a
-node says which events are void, and nobody has to search the heap.
+Every event of the heap has a number, and numbers rise. When a node is lost, everything on its way
+from it or to it becomes void: exactly its events with a lower number than the next event will have.
+So one number for each node says which events are void, and nobody has to search the heap.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Transfer:
     """A message on its way over a shared link.
 
     Attributes:
-        start_s: when it left its sender.
-        latency_s: what comes after its last byte has left.
-        followers: later and smaller messages between the same two nodes whose last byte has left
-            already. They must not arrive before this one.
+        start_s: when its first byte left its sender.
+        latency_s: seconds from the moment when its last byte leaves to its arrival.
+        followers: later messages between the same two nodes whose last byte left earlier, because
+            they are smaller. They must not arrive before this one.
     """
 
     deliver: Deliver
@@ -46,8 +46,9 @@ class Transfer:
 class SharedLink:
     """One direction of a link between regions, and the transfers on it by their numbers.
 
-    `version` tells which `Drain` is still true: each start and each end of a transfer moves the
-    next end.
+    `version` tells which `Drain` on the heap still holds. Each start and each end of a transfer
+    changes the others' speed, and so the time of the next end; a `Drain` that was planned before
+    has an older version and is ignored.
     """
 
     link: FairLink
@@ -61,12 +62,13 @@ class Links:
 
     Attributes:
         network: what a message costs.
-        last: of each pair of nodes the last arrival that is planned, in seconds, and the number of
-            that event.
-        forget_above: when there are more of them, those are forgotten that are over.
+        last: for each pair of nodes, the latest planned arrival in seconds, and the number of its
+            event.
+        forget_above: when `last` has more entries than this, those in the past are dropped.
         shared: the directions whose transfers share their bandwidth.
-        void_nodes: for each node that was ever lost, the lowest number that is not void.
-        void_links: the same for the links between two regions.
+        void_nodes: for each node that was ever lost, the lowest number of an event that is not
+            void.
+        void_links: the same number for each link that was ever lost, in both directions.
         void_events: numbers of single events that are void.
         anything_is_void: something has been lost in this run.
     """
@@ -83,7 +85,7 @@ class Links:
     # On its way
 
     def shares(self, deliver: Deliver) -> bool:
-        """The message's way is a link whose transfers share its bandwidth."""
+        """Whether the message takes a link whose transfers share its bandwidth."""
         return (
             self.network.topology.sharing == "fair" and deliver.sender.region != deliver.to.region
         )
@@ -97,19 +99,23 @@ class Links:
         pair = deliver.sender, deliver.to
         if pair in self.last:
             before_s, before = self.last[pair]
+            # A message that was planned and then lost holds back nobody.
             if before_s > end_s and not self._is_void(before, *pair):
                 end_s = before_s
         self.last[pair] = end_s, number
         if len(self.last) > self.forget_above:
             # Nothing that leaves from now on can overtake what has arrived.
             self.last = {pair: planned for pair, planned in self.last.items() if planned[0] > now}
+            # The bound doubles with what is left, so that this search is rare in large networks.
             self.forget_above = 1000 + 2 * len(self.last)
         return end_s
 
     # Shared links
 
     def join(self, deliver: Deliver, now: float, number: int) -> tuple[float, Drain]:
-        """A message starts on a shared link; when the next transfer ends there, and its event."""
+        """A message starts on a shared link. Returns when the next transfer ends there, and the
+        event of that end.
+        """
         direction = deliver.sender.region, deliver.to.region
         if direction not in self.shared:
             bandwidth = self.network.link(*direction).bandwidth_bytes_per_s
@@ -119,20 +125,26 @@ class Links:
         shared.link.remaining[number] = deliver.size_bytes
         latency_s = self.network.latency_s(deliver.sender, deliver.to)
         shared.transfers[number] = Transfer(deliver, now, latency_s)
+        # Everybody on the link is slower now, so the end that was planned before is void.
         return self._next_end(direction, shared)
 
     def drain(self, event: Drain, now: float) -> tuple[list[Departure], tuple[float, Drain] | None]:
-        """A transfer has ended: the messages that will arrive now, and the link's next event."""
+        """A transfer has ended. Returns the messages whose arrival can be planned now, and the
+        link's next event.
+        """
         shared = self.shared[event.direction]
         if event.version != shared.version:
-            return [], None
+            return [], None  # a transfer started or ended since: another `Drain` has been planned
         _, ended = shared.link.next_end()
         shared.link.advance(now)
         del shared.link.remaining[ended]
         transfer = shared.transfers.pop(ended)
         departures: list[Departure] = []
         pair = transfer.deliver.sender, transfer.deliver.to
-        for number, other in shared.transfers.items():
+        # Transfers share the link equally, so a small message ends before a large one that was sent
+        # earlier. If both go to the same node, the small one waits, as over TCP: for the last one
+        # before it, and not the first, for those between the two must arrive earlier too.
+        for number, other in reversed(shared.transfers.items()):
             if number < ended and (other.deliver.sender, other.deliver.to) == pair:
                 other.followers += [transfer, *transfer.followers]
                 break
@@ -150,19 +162,21 @@ class Links:
     # What is lost
 
     def lose_node(self, node: NodeId, now: float, next_number: int) -> list[tuple[float, Drain]]:
-        """All that is on its way from `node` or to it is lost; when transfers end now on shared
-        links.
+        """Everything on its way from `node` or to it is lost. Returns the new next ends of
+        transfers on shared links.
         """
         self.void_nodes[node] = next_number
         return self._clear(now)
 
     def lose_link(self, link: Direction, now: float, next_number: int) -> list[tuple[float, Drain]]:
-        """The same for all that is on its way over a link, in both directions."""
+        """The same for everything on its way over a link, in both directions."""
         self.void_links[link] = self.void_links[link[::-1]] = next_number
         return self._clear(now)
 
     def is_void(self, number: int, event: Event) -> bool:
-        """Whether an event is about something that was lost after it had been planned."""
+        """Whether an event is about something that was lost after the event had been planned."""
+        # Only messages and inner steps can be lost. All other events look for themselves whether
+        # they still hold when they are due.
         match event:
             case Deliver(to=to, sender=sender):
                 return number in self.void_events or self._is_void(number, sender, to)
@@ -179,13 +193,14 @@ class Links:
 
     def _clear(self, now: float) -> list[tuple[float, Drain]]:
         """Take transfers that are void off the shared links."""
-        self.anything_is_void = True
+        self.anything_is_void = True  # before the first loss the clock need not ask `is_void`
         next_ends = []
         for direction, shared in self.shared.items():
             shared.link.advance(now)
             for number, transfer in list(shared.transfers.items()):
                 if self._is_void(number, transfer.deliver.sender, transfer.deliver.to):
                     del shared.transfers[number], shared.link.remaining[number]
+            # What is left has more of the link, so the next end is another one, or there is none.
             shared.version += 1
             if shared.transfers:
                 next_ends.append(self._next_end(direction, shared))
@@ -193,7 +208,7 @@ class Links:
 
 
 def under_way(heap: list[tuple[float, int, Event]], links: Links) -> Iterator[Deliver]:
-    """Messages between nodes that have left and not arrived, those on shared links apart."""
+    """Messages between nodes that have left and not arrived, except those on shared links."""
     for _, number, event in heap:
         if (
             isinstance(event, Deliver)

@@ -1,5 +1,5 @@
-"""How long messages and collectives take on a topology, and how many bytes they move. Pure: nothing
-here knows of actors or clocks.
+"""How long messages and collectives take on a topology, and how many bytes they move. Nothing here
+knows of actors or clocks.
 
 With latency, jitter and sharing switched off the times are those of the published simulator (HALoS,
 arXiv 2506.04531): a message takes `bytes / bandwidth`, a ring all-reduce over n workers `2(n − 1)/n
@@ -155,7 +155,7 @@ class FairLink:
     Attributes:
         bandwidth_bytes_per_s: what all transfers together get.
         remaining: bytes still to pass, by transfer.
-        now: seconds up to which `remaining` is reckoned.
+        now: the time for which `remaining` holds, in seconds.
     """
 
     bandwidth_bytes_per_s: float

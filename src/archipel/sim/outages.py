@@ -1,8 +1,8 @@
-"""Who is not there, who cannot reach whom, and who is told of it.
+"""Which nodes are gone, which cannot reach each other, and who is told of it.
 
-What belongs here: crashes, returns, cuts and mends as changes to what is so, and the news that
-follow from each. What does not: what a schedule says (`faults.py`), what is lost on the way
-(`links.py`), and the telling itself (`clock.py`): this room returns news, and tells nobody.
+What belongs here: what is so after a crash, a return, or a link that goes down or comes up, and the
+news that follow. What does not: when that happens (`schedule.py`), which messages are lost
+(`links.py`), and telling actors (`trouble.py`): the functions here return news, and tell nobody.
 
 A node that is *down* computes nothing and gets nothing. Its peers do not know that yet: when they
 have been told, at its deadline or because it said so, it is *lost*.
@@ -26,9 +26,7 @@ Peers = Mapping[NodeId, None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Saved:
-    """What a node would restart from: its actor, and what the trainer keeps of a worker (None of
-    others).
-    """
+    """What a node would restart from: its actor and, for a worker, what the trainer keeps of it."""
 
     actor: Actor
     worker: Any
@@ -36,19 +34,19 @@ class Saved:
 
 @dataclass
 class Outages:
-    """How things stand with nodes and links.
+    """Which nodes and links are there, and what has been told of them.
 
     Attributes:
-        peers: whom each node may send to. Nodes with the same peers share one object.
+        peers: the nodes that each node may send to. Nodes with the same peers share one object.
         rng: drawn from for messages that are lost or doubled.
-        down: who is not there, and since when.
-        lost: those of them whose peers have been told.
-        left: those who never come again.
+        down: nodes that are not there, and since when.
+        lost: nodes that are down, and whose peers have been told.
+        left: nodes that never come back.
         severed: pairs of regions whose nodes take each other for lost, each pair in both orders.
-        begun: somebody has been down at some time of the run.
+        begun: some node has been down at some time of the run.
         saves: what nodes would restart from.
-        before: what the trainer kept of a worker before the inner steps that it is taking, of those
-            workers that will restart.
+        before: for each worker that will restart, what the trainer kept of it before the inner
+            steps that it is taking now.
     """
 
     peers: Mapping[NodeId, Peers]
@@ -91,6 +89,8 @@ class Outages:
         for other in self._peers_that_are_there(node):
             if self.connected(other, node):
                 yield other, Joined(node)
+            else:  # which is not gone any more, as it has been told
+                yield other, Lost(node, unreachable=True)
         for peer in self.peers[node]:
             if peer in self.lost:
                 yield node, Lost(peer)
@@ -108,8 +108,8 @@ class Outages:
         return [(a, Joined(b)) for a, b in self._across(link)]
 
     def excused(self, workers: Iterable[NodeId]) -> set[NodeId]:
-        """Those of `workers` that may have to wait until a server of theirs is there, or a link
-        is up.
+        """Those of `workers` that may have to wait until a server of theirs is there, or a link is
+        up.
         """
         training = dict.fromkeys(workers)
         away = [node for node in self.down if node not in training]

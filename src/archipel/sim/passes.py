@@ -1,8 +1,8 @@
-"""A team's inner steps in passes: which node can work on which micro-batch, and who gets what comes
-of it.
+"""A team's inner steps in passes: which node can work on which micro-batch, and who gets its
+result.
 
-What belongs here: the order of a team's work, as plain state that is asked and told. What does not:
-when a node's work ends and when a message arrives (`stages.py`), and who is in a team (`teams.py`).
+What belongs here: the order of a team's work, as plain state. What does not: when a node's work
+ends and when a message arrives (`stages.py`), and who is in a team (`teams.py`).
 
 A pass goes through all stages, each time from a node to one node of the next stage. An inner step
 is GPipe's list of passes (arXiv 1811.06965), but for the order of the backwards: all micro-batches
@@ -30,12 +30,12 @@ NORM_BYTES = 4.0
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pass:
-    """What goes once through all stages.
+    """One way through all stages, forwards or backwards.
 
     Attributes:
         route: which replica's node works for which replica, shape (stages, replicas).
         backward: from the last stage to the first.
-        work: of a node, in forwards of one micro-batch.
+        work: how much each node works, in forwards of one micro-batch.
         size_bytes: what a node hands to the next one.
     """
 
@@ -74,7 +74,7 @@ class Place:
     """One node's place in its team, and how far it is.
 
     Attributes:
-        stage, replica: the replica counts from 0 in every team.
+        stage, replica: its stage, and its replica, counted from 0 in every team.
         forward_s: seconds of its forward of one micro-batch.
         done: passes that it has taken its part of.
         working: it works on the next one.
@@ -94,8 +94,8 @@ class Passes:
     """The passes of all inner steps that a team takes until its next outer step.
 
     Attributes:
-        nodes: of the team, by stage, then by replica.
-        places: of these nodes.
+        nodes: all nodes of the team, by stage, then by replica.
+        places: the place of each of these nodes.
         passes: in the order in which every node takes them; a pass's number is its index.
     """
 

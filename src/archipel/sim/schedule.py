@@ -1,8 +1,8 @@
-"""A schedule of faults on a topology: when what happens, and what it does to times.
+"""A schedule of faults on a topology: when each one happens, and what it does to times.
 
-What belongs here: the schedule as an engine goes by it, how random faults are drawn, and what
-faults do to times, as pure functions. What does not: what a recipe may say (`faults.py`), who is
-told what when it happens (`clock.py`), what must hold all the same (`run/invariants.py`).
+What belongs here: the schedule that an engine follows, how random faults are drawn, and what faults
+do to times, as pure functions. What does not: what a recipe may say (`faults.py`), who is told of a
+fault (`trouble.py`), and what must hold all the same (`run/invariants.py`).
 
 The transport is reliable and keeps the order between two nodes, as TCP does. A lost message is sent
 again after a timeout, a duplicate is dropped by its number, a link that is down holds messages
@@ -23,7 +23,7 @@ import numpy as np
 
 from archipel.actor import NodeId
 from archipel.errors import UserError, nearest
-from archipel.sim.events import Cut, Fail, Mend, Return, Save, Trouble
+from archipel.sim.events import Fail, Mend, Return, Save, Sever, Trouble
 from archipel.sim.faults import (
     Crash,
     Delay,
@@ -42,8 +42,8 @@ from archipel.sim.topology import Topology
 
 
 class Window(NamedTuple):
-    """From `start_s` to `end_s` something goes on at `rate` times its usual speed; at rate 0, not
-    at all.
+    """From `start_s` to `end_s` a node or a link works at `rate` times its usual speed; at rate 0
+    it stands still.
     """
 
     start_s: float
@@ -73,10 +73,10 @@ class Faults:
     """A schedule on a topology, drawn and checked.
 
     Attributes:
-        faults: all of them, as in a recipe.
+        faults: all faults, as in a recipe.
         nodes: all nodes of the run, in the engine's order.
         regions: all regions.
-        seed: of what is drawn for each message.
+        seed: seed of the random numbers that are drawn for each message.
     """
 
     faults: tuple[Fault, ...]
@@ -132,7 +132,7 @@ class Faults:
         for (a, b), windows in self.down.items():
             for window in windows if a < b else ():
                 if window.end_s - window.start_s > self.deadline_s:
-                    yield window.start_s + self.deadline_s, Cut((a, b))
+                    yield window.start_s + self.deadline_s, Sever((a, b))
                     yield window.end_s, Mend((a, b))
 
     def compute_s(self, node: NodeId, start_s: float, seconds: float) -> float:

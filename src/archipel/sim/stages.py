@@ -5,7 +5,7 @@ when each node has taken them. What does not: who is in a team and what its step
 and in what order a node works (`passes.py`).
 
 Where no message disturbs another, all ends are computed at the start. Where messages share links,
-nobody knows beforehand when one arrives: then each end of a node's work and each message is an
+their arrivals are not known beforehand: then each end of a node's work, and each message, is an
 event.
 """
 

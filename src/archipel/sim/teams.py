@@ -1,5 +1,5 @@
-"""A pipeline's teams on the virtual clock: who waits to train, and what their common inner steps
-cost.
+"""A pipeline's teams on the virtual clock: which nodes wait to train, and what their common inner
+steps cost.
 
 What belongs here: who takes inner steps together, and the timing of stages by the routes and the
 schedule of `train/pipeline.py`. What does not: the events that this leads to (`stages.py`),
@@ -27,7 +27,7 @@ Team = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """What a node asks for, while it waits for the others of its team."""
+    """The inner steps that a node asks for. It waits until all others of its team have asked."""
 
     theta: Vector
     steps: int
@@ -39,9 +39,9 @@ class Lap:
     """The inner steps that a team takes together.
 
     Attributes:
-        team: its replicas.
+        team: the replicas of the team.
         requests: what each node has asked for, by stage, then by replica.
-        steps: inner steps that each of them takes.
+        steps: how many inner steps each node takes.
         first: the number of the first one.
     """
 
@@ -56,13 +56,13 @@ class Teams:
     """All teams of a pipeline.
 
     Attributes:
-        pipeline: who holds which stage.
+        pipeline: which node holds which stage.
         network, profile: what messages and steps cost.
         step_time_s: of a whole model's inner step on each node.
-        seed: of the run, for the routes.
+        seed: seed of the run, for the routes.
         waiting: for each team, those of its nodes that wait for the others.
         begun: inner steps that each team has begun.
-        passes: those that are under way, for each node of a team whose messages share links.
+        passes: the passes under way, for each node of a team whose messages share links.
     """
 
     pipeline: Pipeline

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from archipel.actor import NodeId, Worker
+from archipel.actor import NodeId, WorkerSpec
 from archipel.errors import UserError, explain, nearest
 from archipel.yamlfile import read_mapping
 
@@ -34,9 +34,14 @@ class Link(Strict):
     message, so that `latency_ms` is its median; 0 makes every message alike.
     """
 
-    bandwidth_gbit_s: float = Field(gt=0, description="Gbit/s in each direction")
+    bandwidth_gbit_s: float = Field(gt=0, description="bandwidth in each direction, in Gbit/s")
     latency_ms: float = Field(0.0, ge=0, description="median one-way latency in milliseconds")
-    jitter: float = Field(0.0, ge=0, le=3, description="log-normal sigma of the latency")
+    jitter: float = Field(
+        0.0,
+        ge=0,
+        le=3,
+        description="standard deviation of the latency's logarithm; 0: every message alike",
+    )
 
     @cached_property
     def bandwidth_bytes_per_s(self) -> float:
@@ -110,10 +115,10 @@ class Topology(Strict):
         return self
 
     @cached_property
-    def workers(self) -> tuple[Worker, ...]:
+    def workers(self) -> tuple[WorkerSpec, ...]:
         """All workers in rank order: region by region, `w0`, `w1`, … in each."""
         return tuple(
-            Worker(NodeId(region, f"w{i}"), speed)
+            WorkerSpec(NodeId(region, f"w{i}"), speed)
             for region, speeds in self.regions.items()
             for i, speed in enumerate(speeds)
         )

@@ -1,7 +1,7 @@
 """What happens on the virtual clock when something goes wrong.
 
-What belongs here: the order in which a node or a link is lost, others are told, and it comes back.
-What does not: what goes wrong and when (`faults.py`), and what an actor makes of the news
+What belongs here: what happens, in which order, when a node or a link is lost and when it comes
+back. What does not: what goes wrong and when (`schedule.py`), and how actors react to the news
 (`methods/`).
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from archipel.actor import Joined, NodeId
 from archipel.errors import Diverged, TrainingError
 from archipel.sim.engine import Engine
-from archipel.sim.events import Cut, Fail, Mend, Notice, Return, Save, Trouble
+from archipel.sim.events import Fail, Mend, Notice, Return, Save, Sever, Trouble
 from archipel.sim.outages import News, Saved
 from archipel.sim.verbs import reduce
 
@@ -40,7 +40,7 @@ def go_wrong(engine: Engine, event: Trouble) -> None:
             _lose(engine, node)
         case Return(node) if node in outages.down and node not in outages.left:
             _return(engine, node)
-        case Cut(link):
+        case Sever(link):
             for end in state.links.lose_link(link, state.now, state.number):
                 engine.push(*end)
             for observer in state.observers:

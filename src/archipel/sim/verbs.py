@@ -27,8 +27,8 @@ class NodeContext:
     """One node's view of the world.
 
     Attributes:
-        engine: the run.
-        seed, rank: of the run and of this node, which seed its random numbers.
+        engine: the simulated run.
+        seed, rank: seed of the run and rank of this node; together they seed its random numbers.
     """
 
     me: NodeId

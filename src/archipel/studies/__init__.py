@@ -1,5 +1,5 @@
-"""One file a question; each answers with figures, a plot, and the run directories that they come
-from.
+"""Studies: one file a question, each answered with numbers, a plot, and the run directories behind
+them.
 
 A study offers `TITLE`, the question in one line, and `run(out, settings)`, which makes its runs and
 returns `Findings`. A new file is a new study, `archipel study NAME`: nothing is registered.
@@ -19,13 +19,13 @@ from archipel.experiment import Progress, say_nothing
 
 @dataclass(frozen=True)
 class Settings:
-    """What every study can be told.
+    """The settings that every study has.
 
     Attributes:
         steps: inner steps of each run, of all its workers together.
-        seeds: runs of each kind.
-        processes: that compute gradients; None: one a core, or one a GPU.
-        progress: is told how the runs go on.
+        seeds: how many runs there are of each kind.
+        processes: processes that compute gradients; None: one a core, or one a GPU.
+        progress: is called while runs go on, with how far they are.
     """
 
     steps: int = 10_000

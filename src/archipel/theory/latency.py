@@ -2,7 +2,7 @@
 vary. Nothing is trained.
 
 What belongs here: log-normal times, three ways to exchange weights, the time of a run with each,
-tables and plots of these. What does not: real topologies and bytes (`network.py`), methods,
+tables and plots of these. What does not: real topologies and bytes (`sim/network.py`), methods,
 engines. `docs/latency.md` has the figures and what follows.
 
 Messages are alike and independent (NoLoCo, arXiv 2506.10911); `sigma` changes how they vary, not
@@ -17,8 +17,9 @@ times at which each can go on:
            from both of its children; the sum goes down the same way: 2⌈log₂ n⌉ messages one after
            the other
     ring   2(n − 1) steps; in each, every worker waits for its predecessor's chunk, 1/n of a vector,
-    in 1/n of a message's time pair   both send two vectors (weights and displacement) as one
-    message; each waits for the other's
+           which takes 1/n of a message's time
+    pair   both send two vectors (weights and displacement) as one message; each waits for the
+           other's
 
 At sigma = 0 they take 2⌈log₂ n⌉, 2(n − 1)/n and 2 message times: tree ÷ pair is log₂ n exactly
 where n is a power of two.
@@ -46,16 +47,12 @@ Times = npt.NDArray[np.float64]  # seconds on the workers' clocks, shape (sample
 Exchange = Callable[[Times, "LogNormal", np.random.Generator], Times]
 Varies = Literal["step", "round", "worker"]
 VARIES: tuple[Varies, ...] = ("step", "round", "worker")
-SIGMAS, NODES, INNER_STEPS = (
-    (0.0, 0.25, 0.5, 1.0),
-    tuple(2**k for k in range(1, 13)),
-    (50, 100, 200, 400),
-)
-TENFOLD, TARGET = (
-    10.0,
-    0.2,
-)
+SIGMAS = (0.0, 0.25, 0.5, 1.0)
+NODES = tuple(2**k for k in range(1, 13))
+INNER_STEPS = (50, 100, 200, 400)
 # Published: 10 times as fast at a few hundred workers; 20 % of the time at 1024 and 100 steps.
+TENFOLD = 10.0
+TARGET = 0.2
 FEW_HUNDRED = (256, 512)
 _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
@@ -277,8 +274,7 @@ def study(
 
     ratios: see `ratio`. saved: against a tree. saved_against_ring: by the job, in 10 rounds.
     needed: what alone saves 20 % with the job's nodes and inner_steps, in one round and in the run:
-    long messages, all steps alike; or varying steps, messages in no time.
-    claims: see `claims`.
+    long messages, all steps alike; or varying steps, messages in no time. claims: see `claims`.
     """
     lengths, places = (
         sorted(m for m in {*INNER_STEPS, job.inner_steps} if m <= job.steps),

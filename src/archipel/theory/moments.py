@@ -19,14 +19,16 @@ for i ≠ j, is then in one number, a = (G − 1)/(N − 1):
 
     v ← a·(A_s v A_sᵀ + β²s²·J) + (1 − a)·A_d v A_dᵀ,   J = ones(2, 2)
 
-    symbol          here                        meaning α, β, γ         alpha, beta, gamma
-    outer momentum, outer learning rate, averaging strength ωλ              curvature_rate
-    inner learning rate × curvature; → 0 in a flat direction of a network m, N, n, σ
-    inner_steps, workers, group_size, sigma (and D, s²: contraction, noise_variance) a
-    residual                    part of the spread that one exact averaging (α = 0, γ = 1, D = 0)
-    leaves k = −βD ≥ 0     pull                        pull of the curvature on a group's mean, as γ
-    is the pull on a deviation V               stationary_spread[0, 0]     the spread of the slow
-    weights themselves
+    symbol       here                     meaning
+    α, β, γ      alpha, beta, gamma       outer momentum, outer learning rate, averaging strength
+    ωλ           curvature_rate           inner learning rate × curvature; → 0 in a flat direction
+    m, N, n, σ   inner_steps, workers, group_size, sigma
+    D, s²        contraction, noise_variance
+    a            residual                 the part of the spread that one exact averaging leaves
+                                          (α = 0, γ = 1, D = 0)
+    k = −βD ≥ 0  pull                     pull of the curvature on a group's mean, as γ is the pull
+                                          on a deviation
+    V            stationary_spread[0, 0]  the spread of the slow weights themselves
 """
 
 from __future__ import annotations
@@ -270,8 +272,7 @@ def gamma_best(setting: Setting) -> float:
         ρ² − a(1 + α²)·ρ − α²(1 − 2a) = 0,   γ = (1 + α)(1 − α)²/((1 + α²)(1 − 2a) + 2ρ)
 
     Pairs of infinitely many workers: ρ = (1 + α²)/2. One group of all: ρ = α, at this γ among
-    others. Elsewhere a golden-section
-    search: with growing γ the radius falls, then rises.
+    others. Elsewhere a golden-section search: with growing γ the radius falls, then rises.
     """
     alpha, left = setting.alpha, residual(setting)
     if pull(setting) == 0 or left == 0:

@@ -1,7 +1,7 @@
 """A batch of a task: drawing it, what is in it, moving it, cutting it, and the loss on it.
 
 What belongs here: everything that looks into a batch, and the one way to call a task's `loss`. What
-does not: gradients, and which batch is whose turn.
+does not: gradients, and which worker gets which batch.
 
 A batch may be any nesting of mappings, tuples, lists, named tuples and dataclasses around tensors
 and NumPy arrays.

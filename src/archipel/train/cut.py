@@ -1,11 +1,11 @@
-"""A model in parts: where it is cut into stages, and what passes from one to the next.
+"""Cutting a model into stages: where it is cut, and what passes from one stage to the next.
 
 What belongs here: the work of a model's blocks, and the cut that balances it. What does not: who
 holds which part (`pipeline.py`).
 
 Work is counted in floating-point operations of matrix products, which are the same on every
-machine, so that all nodes cut alike. An embedding has many parameters and no work; the output
-layer of a large vocabulary has more work than many blocks.
+machine, so that all nodes cut alike. An embedding has many parameters and no work; the output layer
+of a large vocabulary has more work than many blocks.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Block:
-    """One block of a model that can be cut, as one micro-batch passes through it.
+class BlockCost:
+    """What one block of a model costs when one micro-batch passes through it.
 
     Attributes:
         work: floating-point operations of its forward.
@@ -68,9 +68,9 @@ class Cut:
     """A model's stages.
 
     Attributes:
-        ends: the number of the first block behind each stage but the last.
+        ends: for each stage but the last, the number of the first block behind it.
         work: each stage's share of the work; they add up to 1.
-        boundaries: what passes behind each stage but the last.
+        boundaries: for each stage but the last, what passes from it to the next one.
     """
 
     ends: tuple[int, ...]
@@ -131,7 +131,7 @@ def parts(model: nn.Sequential, ends: Sequence[int]) -> list[nn.Sequential]:
     return found
 
 
-def blocks_of(task: Task, stages: int, micro_batches: int) -> list[Block]:
+def blocks_of(task: Task, stages: int, micro_batches: int) -> list[BlockCost]:
     """The blocks of the model of `task`, looked at with its first micro-batch.
 
     Raises:
@@ -162,7 +162,7 @@ def blocks_of(task: Task, stages: int, micro_batches: int) -> list[Block]:
 
 def look(
     model: nn.Sequential, batch: Batch, task: Task, mode: AbstractContextManager[Any]
-) -> list[Block]:
+) -> list[BlockCost]:
     """Run the task's loss on a micro-batch, in `mode`, and note what each block does."""
     counter, watched = FlopCounterMode(display=False), _Watched(model)
     watched.operations = counter.get_total_flops
@@ -184,7 +184,7 @@ class _Watched(nn.Module):
     def __init__(self, blocks: nn.Sequential) -> None:
         super().__init__()
         self.blocks = blocks
-        self.seen: list[Block] = []
+        self.seen: list[BlockCost] = []
 
     def forward(self, x: Any) -> Any:
         for block in self.blocks:
@@ -197,7 +197,7 @@ class _Watched(nn.Module):
                 )
             weights = sum(parameter.numel() for parameter in parameters(block).values())
             work = self.operations() - before
-            self.seen.append(Block(work, weights, Boundary(x.shape, x.dtype)))
+            self.seen.append(BlockCost(work, weights, Boundary(x.shape, x.dtype)))
         return x
 
 

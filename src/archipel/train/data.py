@@ -38,7 +38,7 @@ class Shard:
         index, of: the worker's rank, and how many workers there are.
         region, regions: the rank of its region, and how many there are.
         seed: of the run.
-        split: `train`, or `valid` for the validation data, which is the same for all.
+        split: `train`, or `valid` for the validation data, which is the same for all workers.
     """
 
     index: int
@@ -74,11 +74,11 @@ class Corpus:
     Attributes:
         train: the training tokens, class after class.
         starts: where each class starts in `train`, and its end behind them: shape (classes + 1,).
-        valid: tokens held out.
-        vocabulary: tokens are below this number.
-        description: what it is, with a fingerprint of the content.
-        entropy_rate: nats per token of the source, the best loss that any model can reach; None
-            where nobody knows.
+        valid: tokens held out for validation.
+        vocabulary: how many different tokens there are; each is below this number.
+        description: what the corpus is, with a fingerprint of its content.
+        entropy_rate: entropy of the source in nats per token, the best loss that any model can
+            reach; None: unknown.
     """
 
     train: np.ndarray

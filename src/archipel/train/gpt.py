@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Block(nn.Module):
-    """Causal self-attention, then an MLP of four times the width; both on a normalised input and
-    added to it.
+class TransformerBlock(nn.Module):
+    """Causal self-attention, then an MLP of four times the width. Each takes a normalised input,
+    and its output is added to what came in.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -52,7 +52,7 @@ def causal_attention(qkv: Tensor, heads: int) -> Tensor:
 
 
 class Embed(nn.Module):
-    """What a token is, plus where it stands."""
+    """The embedding of a token plus that of its position."""
 
     def __init__(self, vocabulary: int, context: int, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Embed(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits of the next token."""
+    """Turns the last block's output into logits of the next token."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class GPT(nn.Sequential):
         if width % heads:
             raise ValueError(f"width {width} is not divisible by heads {heads}")
         embed = Embed(vocabulary, context, width)
-        blocks = {f"block_{i}": Block(width, heads) for i in range(layers)}
+        blocks = {f"block_{i}": TransformerBlock(width, heads) for i in range(layers)}
         head = Head(vocabulary, width)
         super().__init__(OrderedDict[str, nn.Module](embed=embed, **blocks, head=head))
         if tied:

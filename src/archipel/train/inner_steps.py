@@ -1,8 +1,8 @@
-"""Who takes a worker's inner steps, in a live run: one protocol, whatever stands behind it.
+"""Taking a worker's inner steps in a live run: one protocol for all kinds of workers.
 
-What belongs here: the protocol, and its two plain forms, for a worker that trains nothing and for
-one that trains alone. What does not: stages (`stage.py`) and workers of several processes
-(`sharded.py`), which are two more.
+What belongs here: the protocol, and its two plain forms: for a worker that trains nothing, and for
+one that trains alone. What does not: the two other forms, stages (`stage.py`) and workers of
+several processes (`sharded.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from archipel.train.replica import Replica
 
 class InnerSteps(Protocol):
     """The inner steps of one worker. Vectors have shape (numel,) and are overwritten with the
-    result; each method's losses are those before its steps.
+    result. Losses are those before each step.
     """
 
     @property

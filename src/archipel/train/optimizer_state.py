@@ -50,8 +50,9 @@ class Container:
         path: where it is.
         place: the container itself.
         content: what is in it, with None in the place of what is a worker's own.
-        before: how much of that is there before a worker's first step: keys, or length of a list.
-        tensors, numbers: key of each of a worker's tensors and numbers in it, and which one it is.
+        before: what is there before a worker's first step: the keys of a dict, or the length of a
+            list.
+        tensors, numbers: for each of a worker's tensors and numbers in it, its key and its index.
     """
 
     path: Path
@@ -81,7 +82,7 @@ class OptimizerState:
         step: takes one step with a made-up gradient; called twice.
 
     Raises:
-        UserError: its step fails, or it keeps something that cannot be moved like that.
+        UserError: its step fails, or it keeps something that cannot be moved in and out.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """A model in stages: who holds which, who feeds whom, and how long that takes.
 
 What belongs here: nodes, routes and times when one copy of the model is spread over several nodes.
-What does not: the cut (`cut.py`), inner steps (`stages.py` in one process, `stage.py` in several),
-outer steps (a method sees the nodes of one stage and never knows that there are others), events.
+What does not: where the model is cut (`cut.py`), inner steps (`stages.py` in one process,
+`stage.py` in several), events (`sim/`), and outer steps: a method sees the nodes of one stage only.
 
 Every node owns one stage of one replica. An inner step splits each replica's batch into
 micro-batches. `routing: random` (NoLoCo, arXiv 2506.10911) draws a permutation for every
@@ -13,9 +13,9 @@ data, without any collective. `routing: fixed` keeps each replica to itself.
 The schedule is GPipe's (arXiv 1811.06965): all forwards, then all backwards, then the optimizer. A
 stage takes its share of the step's time, a backward twice a forward.
 
-Deviations from the NoLoCo authors' code: each of its stages clips its gradient by the stage's own
-norm, here all clip by the norm of the whole replica's, as if the replica were not split; and there
-all stages of a replica have the same partner in an outer step, here each stage draws its own.
+Deviations from the NoLoCo authors' code. There each stage clips its gradient by its own norm; here
+all stages clip by the norm of the whole replica's gradient, as if the replica were not split. There
+all stages of a replica have the same partner in an outer step; here each stage draws its own.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Pipeline:
     """Which node holds which stage of which replica, and how micro-batches find their way.
 
     Attributes:
-        nodes: by stage, then by replica.
+        nodes: all nodes, by stage, then by replica.
         micro_batches: M: parts of a replica's batch.
         routing: `random` or `fixed`.
         numels, parameters: each stage's weights, and how many of them are parameters; empty where
             nothing is trained.
-        work: each stage's share of the work of an inner step; empty where nothing is trained: all
-            stages alike.
-        clips: the task clips gradients, by the norm of a whole replica's.
+        work: each stage's share of the work of an inner step; empty where nothing is trained, and
+            then all stages have equal shares.
+        clips: the task clips gradients, by the norm of a whole replica's gradient.
     """
 
     nodes: tuple[Group, ...]

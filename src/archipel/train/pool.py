@@ -1,4 +1,4 @@
-"""Runs the inner steps of many workers on this machine's cores or GPUs.
+"""The pool: it runs the inner steps of many workers on this machine's cores or GPUs.
 
 What belongs here: the processes and their memory, and which job runs next. What does not: how a job
 is computed (`pool_process.py`), or when its result is due on anybody's clock (the engines).
@@ -43,8 +43,8 @@ from archipel.vector import largest
 
 @dataclass
 class Job:
-    """One job and, once it has been computed, its losses or why it failed: plain data, so that it
-    can be saved.
+    """One job and, once it is computed, its losses or the reason why it failed. Plain data, so that
+    it can be saved.
     """
 
     pool: Pool
@@ -151,9 +151,9 @@ class Pool:
         pipeline: how the workers share the replicas' stages; None: each has a whole replica.
 
     Attributes:
-        replica: a copy of the model in this process, for its layout and initial weights; of the run
-            that `begin` was told.
-        stages: the same in parts; [replica] where there is no pipeline.
+        replica: a copy of the model in this process, for its layout and initial weights. It belongs
+            to the run that `begin` was told of.
+        stages: the same model in parts; [replica] where there is no pipeline.
     """
 
     def __init__(

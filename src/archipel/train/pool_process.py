@@ -1,4 +1,4 @@
-"""A process of the pool: what it is told, the memory that it shares, and the jobs that it computes.
+"""One process of the pool: what it is told, the memory that it shares, and the jobs it computes.
 
 What belongs here: the side of the pool that computes. What does not: which job is next, and whose
 (`pool.py`).
@@ -34,8 +34,8 @@ from archipel.train.trial import try_out
 
 @dataclass(frozen=True)
 class Setup:
-    """What a pool process is told when it starts. `shards`: one a replica; that is, one a worker
-    where there are no stages.
+    """What a pool process is told when it starts. `shards` has one shard for each replica; without
+    stages that is one for each worker.
     """
 
     task: TaskConfig
@@ -48,8 +48,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """One worker's part: its vector (numel,), in and out; an averaged gradient (numel,), in; its
-    state.
+    """One worker's part of the memory: its vector (numel,), read and written; an averaged gradient
+    (numel,), read; and its state.
     """
 
     theta: Tensor

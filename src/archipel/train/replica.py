@@ -4,10 +4,9 @@ What belongs here: gradients, the inner optimizer, evaluation, on one device. Wh
 worker steps when, processes, shared memory.
 
 A replica serves many workers in turn. What makes one worker different from another is its state:
-flags, the first of which says whether its optimizer has begun, its integer buffers, and what its
-optimizer keeps.
-These are plain tensors, described by `Replica.state_specs`, that live where the caller wants them:
-the pool keeps them in shared memory.
+flags (the first of which says whether its optimizer has begun), its integer buffers, and what its
+optimizer keeps. These are plain tensors, described by `Replica.state_specs`, that live where the
+caller wants them: the pool keeps them in shared memory.
 """
 
 from __future__ import annotations

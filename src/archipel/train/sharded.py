@@ -1,5 +1,5 @@
-"""A worker of several processes: FSDP2 shards one copy of the model over them, and outside it is
-one vector.
+"""A worker of several processes: FSDP2 shards one copy of the model over them; to the rest of the
+program it is one vector.
 
 What belongs here: one process's part of such a worker's inner steps. What does not: who starts the
 processes and tells them what to do next.
@@ -192,8 +192,8 @@ class ShardedReplica:
 
 @dataclass(frozen=True)
 class Leader:
-    """The first process of a worker, whose `InnerSteps` are those of all of them. `tell` has the
-    others `follow`, and does not wait for them.
+    """The first process of a worker. It takes inner steps for all of the worker's processes: `tell`
+    makes the others `follow` each call, without waiting for them.
     """
 
     replica: ShardedReplica

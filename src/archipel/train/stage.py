@@ -2,8 +2,7 @@
 
 What belongs here: the stage, and its messages to the stages before and behind it, over
 torch.distributed and point to point. What does not: who holds which stage, and the routes
-(`pipeline.py`), the same in one
-process (`stages.py`).
+(`pipeline.py`); the same work in one process (`stages.py`).
 
 Every node knows all routes from the shared seed, so no message says where it belongs: who sends,
 its tag and the order say so. A batch is a pure function of its shard and number: the last stage
@@ -42,8 +41,8 @@ class Stage:
 
     Args:
         task, run, device: see `Replica`.
-        pipeline: of which this is a node.
-        rank: of this node.
+        pipeline: the pipeline that this node is part of.
+        rank: rank of this node.
         shards: the data of all replicas.
         deadline_s: longest wait for a neighbour.
 
@@ -280,7 +279,7 @@ class Stage:
 
 
 class _Left(Exception):
-    """The activations have left the first stage: the rest of the loss is computed elsewhere."""
+    """Raised when activations leave the first stage: the rest of the loss is computed elsewhere."""
 
     def __init__(self, y: Tensor) -> None:
         self.y = y

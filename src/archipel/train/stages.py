@@ -1,8 +1,8 @@
-"""The inner steps of a pipeline's replicas in one process: the simulator's way, and the measure of
-the live one.
+"""The inner steps of a pipeline's replicas in one process, for the simulator. Live stages are
+tested against them.
 
 What belongs here: gradients along routes, for all nodes at once. What does not: a node that is a
-process of its own (`stage.py`, which does the same operations in the same order), how long
+process of its own (`stage.py`, which does the same operations in the same order), and how long
 anything takes (`pipeline.py`).
 """
 

@@ -1,7 +1,7 @@
 """Which of a model's tensors training changes without an optimizer.
 
-What belongs here: finding that out by one forward pass in training mode, and holding a run to it.
-What does not: how such tensors travel (`vector.py`).
+What belongs here: finding that out by one forward pass in training mode, and checking during a run
+that it stays true. What does not: how such tensors travel (`vector.py`).
 
 A running mean has to be averaged over the workers; a mask of −inf, a frozen table or a complex
 rotary buffer must stay what it is. Both are buffers. What tells them apart is whether the model
@@ -98,9 +98,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class Written:
-    """Tells whether tensors have been written to, or others put in their places, since it was
-    made.
-    """
+    """Tells whether tensors were written to, or replaced by others, since this object was made."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)  # kept alive, so that no other tensor gets one's id
@@ -112,7 +110,7 @@ class Written:
 
 
 class Unchanged:
-    """Holds a run to what was found out: whatever was taken for constant stays as it is."""
+    """Checks during a run that tensors which were found to be constant stay as they are."""
 
     def __init__(self, module: nn.Module, names: set[str]) -> None:
         self.places = dict(zip(names, places(module, names), strict=True))

@@ -66,7 +66,7 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Four functions, and what has to be known about them.
+    """What is trained: four functions, and a few facts about them.
 
     Attributes:
         model: makes the model. Called under a fixed seed, so that all workers start from the same
@@ -82,11 +82,11 @@ class Task:
         schedule: the learning rate over the run; None: constant.
         autocast: run the forward pass in this type; None: as the model is.
         description: what it is, for the report.
-        loss_name: what the loss is and its unit.
+        loss_name: what the loss is, and its unit.
         entropy_rate: the best possible loss, where it is known.
 
     Raises:
-        UserError: one of them has the wrong type, or a number is out of range.
+        UserError: a field has the wrong type, or a number is out of range.
     """
 
     model: Callable[[], nn.Module]
@@ -236,39 +236,44 @@ class GptTask(TaskConfig):
     """
 
     layers: int = Field(2, ge=1, description="blocks of the GPT")
-    width: int = Field(32, ge=1, description="of the residual stream")
-    heads: int = Field(2, ge=1, description="attention heads; they divide the width")
+    width: int = Field(32, ge=1, description="width of the residual stream")
+    heads: int = Field(
+        2, ge=1, description="attention heads; the width must be a multiple of their number"
+    )
     tied: bool = Field(
         True,
-        description="one table embeds tokens and reads them out; false by default in a pipeline of "
-        "stages",
+        description="one table is both input embedding and output layer; false by default for a "
+        "model in stages",
     )
     sequence: int = Field(64, ge=2, le=65_536, description="tokens per sequence")
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
     valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
     betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.95), strict=False, description="of AdamW"
+        (0.9, 0.95), strict=False, description="β₁ and β₂ of AdamW"
     )  # YAML has lists, not tuples
-    eps: float = Field(1e-8, gt=0, description="of AdamW")
-    weight_decay: float = Field(0.1, ge=0, description="on matrices only")
+    eps: float = Field(1e-8, gt=0, description="ε of AdamW")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay of AdamW; only matrices decay")
     gradient_clip: float | None = Field(
-        1.0, gt=0, description="largest norm of a gradient; null: as it is"
+        1.0, gt=0, description="a gradient with a larger norm is scaled down to it; null: never"
     )
-    warmup: float = Field(0.05, ge=0, le=1, description="part of the run that warms up")
+    warmup: float = Field(
+        0.05, ge=0, le=1, description="share of the run in which the learning rate rises"
+    )
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="bf16: autocast of the forward pass"
+        "fp32", description="bf16: the forward pass runs in autocast; weights stay fp32"
     )
     dirichlet: float | None = Field(
         None,
         gt=0,
-        description="concentration of the mixture of classes that a region sees; null: iid",
+        description="how alike the regions' data are: concentration of each region's mixture of "
+        "classes; null: all regions draw from the same data",
     )
 
 
 class StdlibTask(GptTask):
-    """The source of Python's own standard library, in bytes: on every machine, nothing to
-    download.
+    """The source of Python's own standard library, in bytes: every machine has it, and nothing is
+    downloaded.
     """
 
     name: Literal["stdlib"] = "stdlib"
@@ -278,9 +283,14 @@ class SyntheticTask(GptTask):
     """Random Markov chains of known entropy: how far from the best possible loss is a number."""
 
     name: Literal["synthetic"] = "synthetic"
-    vocabulary: int = Field(64, ge=2, le=8192, description="tokens of all sources together")
+    vocabulary: int = Field(
+        64, ge=2, le=8192, description="different tokens of all sources together"
+    )
     sources: int = Field(
-        4, ge=1, le=64, description="Markov chains, each with an alphabet of its own"
+        4,
+        ge=1,
+        le=64,
+        description="how many Markov chains there are, each with an alphabet of its own",
     )
 
 
@@ -288,7 +298,7 @@ class TextTask(GptTask):
     """Any file or folder of text, in bytes."""
 
     name: Literal["text"] = "text"
-    path: str = Field(description="a file or a folder")
+    path: str = Field(description="the text: a file or a folder")
 
 
 CONFIGS: dict[str, type[TaskConfig]] = {

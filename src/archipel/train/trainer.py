@@ -1,4 +1,4 @@
-"""What an engine needs to have inner steps taken, and what stands in where nothing is trained.
+"""What the simulator needs to have inner steps taken, and what it uses where nothing is trained.
 
 What belongs here: the protocol. What does not: who computes (`pool.py`).
 """
@@ -32,8 +32,8 @@ class Done:
 
 
 class Trainer(Protocol):
-    """What an engine needs to have inner steps taken. `due_s` is when the engine will want the
-    result, on its own clock.
+    """Takes inner steps for an engine. `due_s` is when the engine will want the result, on its own
+    clock.
     """
 
     def train(

@@ -1,7 +1,7 @@
-"""A task is tried out before a run starts, so that its mistakes are told in one line, and at once.
+"""Trying out a task before a run starts, so that a mistake in it becomes one clear line at once.
 
-What belongs here: what can be found out with a few inner steps of a worker that is thrown away.
-What does not: what is seen without taking one (`task.py`), or what only a run shows.
+What belongs here: what a few inner steps of a worker, which is then thrown away, can find out. What
+does not: what can be checked without an inner step (`task.py`), or only in a whole run.
 """
 
 from __future__ import annotations
