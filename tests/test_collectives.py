@@ -19,8 +19,8 @@ A, B, C, D = NODES = tuple(NodeId("r", f"w{i}") for i in range(4))
 MANY = tuple(NodeId("r", f"w{i}") for i in range(8))
 
 
-def collectives(nodes: Group = MANY) -> Collectives:
-    return Collectives({node: i for i, node in enumerate(nodes)})
+def collectives() -> Collectives:
+    return Collectives()
 
 
 def gives(group: Group, value: float = 0.0, number: int = 0, refused: bool = False) -> Contribution:
@@ -75,14 +75,14 @@ def test_where_all_have_named_one_object_the_group_is_that_object() -> None:
     assert complete.group is group
 
 
-def test_what_each_gives_comes_in_rank_order() -> None:
+def test_what_each_gives_comes_in_the_order_in_which_the_first_names_them() -> None:
     made = collectives()
-    for node, value in ((C, 3.0), (A, 1.0)):
-        assert made.call(node, gives((C, B, A), value), (), again=False) is None
-    complete = made.call(B, gives((B, A, C), 2.0), (), again=False)
+    for node, group, value in ((A, (C, A, B), 1.0), (C, (C, B, A), 3.0)):
+        assert made.call(node, gives(group, value), (), again=False) is None
+    complete = made.call(B, gives((C, A, B), 2.0), (), again=False)
     assert complete is not None
-    assert complete.group == (A, B, C)
-    assert [float(one.vector[0]) for one in complete.calls] == [1.0, 2.0, 3.0]
+    assert complete.group == (C, B, A)
+    assert [float(one.vector[0]) for one in complete.calls] == [3.0, 2.0, 1.0]
 
 
 def test_one_alone_starts_at_once() -> None:
@@ -102,20 +102,20 @@ def test_who_is_lost_elsewhere_makes_nobody_start_early() -> None:
     assert call(made, B, (A, B), lost=(C, D)) == (A, B)
 
 
-def test_a_newcomer_that_one_member_names_is_waited_for_by_all() -> None:
-    """B has heard of C, and A has not."""
+def test_a_newcomer_that_the_first_member_names_is_waited_for_by_all() -> None:
+    """A has heard of C, and B has not."""
     made = collectives()
-    assert call(made, A, (A, B)) is None
-    assert call(made, B, (A, B, C)) is None
+    assert call(made, A, (A, B, C)) is None
+    assert call(made, B, (A, B)) is None
     assert call(made, C, (A, B, C)) == (A, B, C)
 
 
-def test_who_names_a_member_is_in_its_collective() -> None:
-    """A and B have not heard of C, which names them; it has called before the last of them."""
+def test_nobody_waits_for_whom_another_one_than_the_first_names() -> None:
+    """B has been invited by one that is lost, of which A has not heard: it waits by itself."""
     made = collectives()
-    assert call(made, C, (A, C)) is None
-    assert call(made, A, (A, B)) is None
-    assert call(made, B, (A, B)) == (A, B, C)
+    assert call(made, B, (A, B, C)) is None
+    assert call(made, A, (A,)) == (A,)
+    assert set(made.waiting) == {B}
 
 
 @pytest.mark.parametrize("one_object", [True, False])
@@ -169,42 +169,37 @@ def calls(draw: st.DrawFn) -> tuple[list[tuple[NodeId, Group, int]], set[NodeId]
     ], lost
 
 
-def component(
-    member: NodeId, waiting: dict[NodeId, tuple[Group, int]], lost: set[NodeId]
+def led_by(
+    first: NodeId, waiting: dict[NodeId, tuple[Group, int]], lost: set[NodeId]
 ) -> set[NodeId] | None:
-    """By definition: in the graph whose edges lead from each caller of the member's round to those
-    whom it names and who are not lost, all that hang together with the member; None if one of them
-    has not called for that round.
+    """By definition: whom a node names that is the first of its own group, if each of them has
+    called for the same round, with a group of which that node is the first too.
     """
-    number = waiting[member][1]
-    edges = [
-        {node, other}
-        for node, (group, its) in waiting.items()
-        if its == number
-        for other in group
-        if other not in lost
-    ]
-    reached = {member}
-    for _ in MANY:
-        for edge in edges:
-            if edge & reached:
-                reached |= edge
-    same = {node for node, (_, its) in waiting.items() if its == number}
-    return reached if reached <= same else None
+    if first not in waiting or waiting[first][0][0] != first:
+        return None
+    group, number = waiting[first]
+    named = {node for node in group if node not in lost}
+    agree = {
+        node for node, (its, round_) in waiting.items() if its[0] == first and round_ == number
+    }
+    return named if named <= agree else None
 
 
 @given(calls())
-def test_a_collective_is_all_that_hangs_together(
+def test_a_collective_is_whom_the_first_of_a_group_names(
     given_calls: tuple[list[tuple[NodeId, Group, int]], set[NodeId]],
 ) -> None:
     made = collectives()
     waiting: dict[NodeId, tuple[Group, int]] = {}
     plan, lost = given_calls
     for node, group, number in plan:
+        group = tuple(other for other in group if other not in lost)
         waiting[node] = group, number
-        together = component(node, waiting, lost)
+        together = led_by(group[0], waiting, lost)
+        if together is not None and node not in together:
+            together = None  # it would have started before
         started = call(made, node, group, number, tuple(lost), again=True)
-        assert started == (None if together is None else tuple(sorted(together, key=MANY.index)))
+        assert (None if started is None else set(started)) == together
         for member in together or ():
             del waiting[member]
         assert set(made.waiting) == set(waiting)
@@ -238,9 +233,9 @@ def test_a_mean_that_is_computed_with_one_who_leaves_is_void_and_begins_again() 
 
 
 def test_a_member_waits_again_also_without_a_newcomer_that_it_had_not_named() -> None:
-    """A and B have taken part with C because C named them."""
+    """B has taken part with C because A named both."""
     made = collectives()
-    for node, group in ((A, (A, B)), (C, (A, B, C))):
+    for node, group in ((A, (A, B, C)), (C, (A, B, C))):
         assert made.call(node, gives(group), (), again=True) is None
     complete = made.call(B, gives((A, B)), (), again=True)
     assert complete is not None

@@ -48,10 +48,13 @@ FIRST: Term = (0, 0)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Hello(Message):
-    """To everybody: I have no model; my last save is of this term and round."""
+    """To everybody: I have no model; my last save is of this term and round. A newcomer answers
+    with its own, for whoever has had a model meanwhile has forgotten it.
+    """
 
     term: Term
     round: int
+    is_answer: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -231,8 +234,10 @@ class Member(Actor):
                 ctx.send(sender, Holding(self.term))
             case Hello() if self.holds and sender in self.group:
                 self.send_state(sender, ctx)
-            case Hello(term=term, round=number):
+            case Hello(term=term, round=number, is_answer=is_answer):
                 self.newcomers[sender] = term, number
+                if self.waiting and not is_answer:
+                    ctx.send(sender, Hello(*self.reached, is_answer=True))
                 self.start_if_nobody_else_can(ctx)
             case State(term=term, round=number) if self.waiting or (term, number) > self.reached:
                 self.take(message, sender, ctx)

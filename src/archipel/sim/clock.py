@@ -112,7 +112,7 @@ class Simulator:
             nodes=nodes,
             census=Census(plan),
             links=Links(network),
-            collectives=Collectives(rank),
+            collectives=Collectives(),
             teams=teams,
             outages=Outages(setting.peers, fault_rng, absent, begun=bool(absent)),
             recorder=recorder,

@@ -6,7 +6,7 @@ what a collective costs (`network.py`), when it ends (`verbs.py`), and who is lo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -40,8 +40,9 @@ class Complete:
     """A collective that can start.
 
     Attributes:
-        group: its members, in rank order. Where all members named one and the same object, it is
-            that object. A member then needs one comparison (`is`) to see that nobody is missing.
+        group: its members, in the order in which the first of them names them. Where all members
+            named one and the same object, it is that object. A member then needs one comparison
+            (`is`) to see that nobody is missing.
         calls: what each member gives, in the same order.
     """
 
@@ -54,13 +55,11 @@ class Collectives:
     """All collectives of a run.
 
     Attributes:
-        rank: the rank of every node.
         waiting: members whose collective is not complete yet, and what they gave.
         under_way: for each member that waits for a mean which is being computed, what it gave, and
             the number of the event that will bring the mean.
     """
 
-    rank: Mapping[NodeId, int]
     waiting: dict[NodeId, Contribution] = field(default_factory=dict)
     under_way: dict[NodeId, tuple[Contribution, int]] = field(default_factory=dict)
 
@@ -90,22 +89,28 @@ class Collectives:
         return self.complete(member, lost)
 
     def complete(self, member: NodeId, lost: Collection[NodeId]) -> Complete | None:
-        """The collective that `member` waits in, if it is complete: everybody whom any of its
-        members names has called.
+        """The collective that `member` waits in, if it is complete: all have called whom the first
+        of its group names.
+
+        Members may name different groups: the first may have invited a newcomer of whom the others
+        have not heard. Whoever is not named by the first of its own group waits.
         """
         if member not in self.waiting:
             return None
         group, number = self.waiting[member].group, self.waiting[member].round
         if not self._are_alone(group, number):
-            # Members may name different groups: one invites a newcomer that others do not know, or
-            # has not been told of a loss yet. Then the group is worked out from all their calls.
-            named = self._named_with(member, number, lost)
-            if any(
-                node not in self.waiting or self.waiting[node].round != number for node in named
-            ):
+            first = group[0]
+            if first not in self.waiting:
                 return None
-            group = tuple(sorted(named, key=lambda node: self.rank[node]))
+            group = tuple(node for node in self.waiting[first].group if node not in lost)
+            if member not in group or not all(self._follows(node, first, number) for node in group):
+                return None
         return Complete(group, [self.waiting.pop(node) for node in group])
+
+    def _follows(self, node: NodeId, first: NodeId, number: int) -> bool:
+        """A node has called for this round, and with a group whose first is `first`."""
+        call = self.waiting.get(node)
+        return call is not None and call.round == number and call.group[0] == first
 
     def _are_alone(self, group: Group, number: int) -> bool:
         """The usual case: only the members of one group wait, all for the same round, and all of
@@ -116,21 +121,6 @@ class Collectives:
         return len(self.waiting) == len(group) and all(
             call.group is group and call.round == number for call in self.waiting.values()
         )
-
-    def _named_with(self, member: NodeId, number: int, lost: Collection[NodeId]) -> set[NodeId]:
-        """Who is in one collective with `member`.
-
-        Whoever calls for the same round belongs to it if a member of it names that node, or if that
-        node names a member. A member may also name a newcomer that the others have not heard of.
-        Each node that is added can bring in more, so the set grows until nothing is added.
-        """
-        named, seen = {member}, set[NodeId]()
-        while named != seen:
-            seen = set(named)
-            for caller, call in self.waiting.items():
-                if call.round == number and (caller in named or not named.isdisjoint(call.group)):
-                    named |= {caller, *(node for node in call.group if node not in lost)}
-        return named
 
     def starts(self, complete: Complete, first_number: int) -> None:
         """A collective has started; its means arrive as events that are numbered from
