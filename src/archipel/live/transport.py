@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import hashlib
 import os
-import secrets
 import socket
 import struct
 import sys
@@ -55,7 +54,7 @@ MOST_STRANGERS = 256
 SILENCE_S = 15
 """A connection on which TCP gets no answer for so long is broken: another one is tried."""
 
-UNSENT_BYTES = 32 * 1024
+UNSENT_BYTES = 32768
 """What the kernel takes beyond what it can send now: little, so that chunks wait in the queue."""
 
 HEADERS_BYTES = 52
@@ -140,11 +139,10 @@ class Transport:
         self.deliver, self.failed = deliver, failed
         self.streams, self.deadline_s, self.congestion = streams, deadline_s, congestion
         self.run = hashlib.sha256(keys.certificate).hexdigest()
-        self.life = secrets.token_bytes(16)
         self.for_strangers, self.for_peers = keys.context(server=True), keys.context(server=False)
         self.lanes: dict[Address, Lane] = {}
         self.inlets: dict[bytes, Inlet] = {}
-        self.strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self.strangers: dict[asyncio.Task[bool], socket.socket] = {}  # the oldest first
         self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
         self.refused = self.closed_wire_bytes = 0
         self.tasks: list[asyncio.Task[None]] = []
@@ -249,7 +247,7 @@ class Transport:
         lane = self.lanes.get(to)
         if lane is None:
             lane = self.lanes[to] = Lane(
-                to, self.address, self.life, self._connect, self.streams, self.loop.time
+                to, self.address, self._connect, self.streams, self.loop.time
             )
         lane.send(payload, urgent=urgent, local=self._is_local(to))
 
@@ -368,13 +366,20 @@ class Transport:
                 await asyncio.sleep(1.0)
                 continue
             if len(self.strangers) >= MOST_STRANGERS:
-                next(iter(self.strangers)).cancel()
+                next(iter(self.strangers)).cancel()  # if it has been already, its time is short
             task = self.loop.create_task(self._admit(connected))
-            self.strangers[task] = None
-            task.add_done_callback(lambda done: self.strangers.pop(done, None))
+            self.strangers[task] = connected
+            task.add_done_callback(self._decided)
 
-    async def _admit(self, connected: socket.socket) -> None:
-        """Let in whoever has the keys."""
+    def _decided(self, task: asyncio.Task[bool]) -> None:
+        """A stranger has been let in, or not."""
+        connected = self.strangers.pop(task)
+        if task.cancelled() or not task.result():
+            connected.close()
+            self.refused += 1
+
+    async def _admit(self, connected: socket.socket) -> bool:
+        """Let in whoever has the keys; whether it has."""
         try:
             await self.loop.connect_accepted_socket(
                 self._receiving_stream,
@@ -382,11 +387,9 @@ class Transport:
                 ssl=self.for_strangers,
                 ssl_handshake_timeout=CONNECT_S,
             )
-        except OSError:
-            self.refused += 1
-        except asyncio.CancelledError:  # too many of them
-            self.refused += 1
-            raise
+        except OSError:  # TLS's errors and time-outs are some, too
+            return False
+        return True
 
     def _receiving_stream(self) -> ReceivingStream:
         return ReceivingStream(self._inlet, self._let_in, self._gone)
