@@ -145,8 +145,8 @@ class SendingStream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        # Chunks wait in the queue, where any stream can take them, not in this one's buffer. With 0,
-        # Python's ssl would wait for an answer after each chunk.
+        # Chunks wait in the queue, where any stream can take them, not in this one's buffer. With
+        # 0, Python's ssl would wait for an answer after each chunk.
         transport.set_write_buffer_limits(high=1, low=0)
         transport.write(self.lane.hello().pack())
 

@@ -32,6 +32,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -114,7 +115,8 @@ class Transport:
         bind: the interface to listen on, if it is not that of `host`: "" for all of them.
         streams: to each receiver on another machine.
         deadline_s: longest time without anything that arrives.
-        congestion: TCP's congestion control; None: the machine's own.
+        congestion: TCP's congestion control, where the kernel has it and lets its users choose it;
+            else the machine's own. Far links that lose packets need BBR: see docs/decisions.md.
 
     Attributes:
         address: where others reach this host.
@@ -134,7 +136,7 @@ class Transport:
         bind: str | None = None,
         streams: int = STREAMS,
         deadline_s: float = 60.0,
-        congestion: str | None = None,
+        congestion: str = "bbr",
     ) -> None:
         self.deliver, self.failed = deliver, failed
         self.streams, self.deadline_s, self.congestion = streams, deadline_s, congestion
@@ -142,7 +144,7 @@ class Transport:
         self.for_strangers, self.for_peers = keys.context(server=True), keys.context(server=False)
         self.lanes: dict[Address, Lane] = {}
         self.inlets: dict[bytes, Inlet] = {}
-        self.strangers: dict[asyncio.Task[bool], socket.socket] = {}  # the oldest first
+        self.strangers: dict[asyncio.Task[bool], None] = {}  # the oldest first
         self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
         self.refused = self.closed_wire_bytes = 0
         self.tasks: list[asyncio.Task[None]] = []
@@ -340,10 +342,11 @@ class Transport:
         if connected.family != socket.AF_UNIX:
             for level, option, value in _OPTIONS:
                 connected.setsockopt(level, option, value)
-            if self.congestion is not None:
-                connected.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode()
-                )
+            if sys.platform == "linux":
+                with contextlib.suppress(OSError):
+                    connected.setsockopt(
+                        socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode()
+                    )
 
     def _gone(self, transport: asyncio.Transport) -> None:
         """A connection is no more. What it has sent since the last look is not counted: its socket
@@ -366,14 +369,16 @@ class Transport:
                 await asyncio.sleep(1.0)
                 continue
             if len(self.strangers) >= MOST_STRANGERS:
-                next(iter(self.strangers)).cancel()  # if it has been already, its time is short
+                oldest = next(iter(self.strangers))
+                del self.strangers[oldest]
+                oldest.cancel()
             task = self.loop.create_task(self._admit(connected))
-            self.strangers[task] = connected
-            task.add_done_callback(self._decided)
+            self.strangers[task] = None
+            task.add_done_callback(partial(self._decided, connected))
 
-    def _decided(self, task: asyncio.Task[bool]) -> None:
+    def _decided(self, connected: socket.socket, task: asyncio.Task[bool]) -> None:
         """A stranger has been let in, or not."""
-        connected = self.strangers.pop(task)
+        self.strangers.pop(task, None)
         if task.cancelled() or not task.result():
             connected.close()
             self.refused += 1
