@@ -52,6 +52,7 @@ LINKS = [  # Mbit/s, one-way ms, loss, directions at once
     (100, 25, 0.0, 2),
     (100, 25, 0.001, 1),
     (100, 100, 0.001, 1),
+    (100, 50, 0.001, 1),
     (100, 100, 0.01, 1),
 ]
 
@@ -283,6 +284,7 @@ class Archipel:
     """What live runs use: `archipel.transport.transport`."""
 
     package = "archipel"
+    congestion = "bbr"
 
     def serve(self, keys: Any, port: int, count: Count) -> None:
         from archipel.transport.transport import Address, Transport
@@ -307,13 +309,12 @@ class Archipel:
 
         answered = threading.Event()
         host = os.environ.get("ARCHIPEL_BENCH_HOST", "127.0.0.1")
-        congestion = os.environ.get("ARCHIPEL_BENCH_CONGESTION")
         transport = Transport(
             keys,
             host,
             deliver=lambda sender, parts: answered.set(),
             streams=streams,
-            congestion=congestion,
+            congestion=self.congestion,
         )
 
         def send(chunks: Chunks) -> None:
@@ -322,6 +323,12 @@ class Archipel:
             answered.wait()
 
         return send
+
+
+class ArchipelCubic(Archipel):
+    """The same where the kernel has no BBR."""
+
+    congestion = "cubic"
 
 
 class ArchipelTls(Archipel):
@@ -340,6 +347,7 @@ TRANSPORTS = {
     "zmq": Zmq,
     "tls": Tls,
     "archipel": Archipel,
+    "archipel-cubic": ArchipelCubic,
     "archipel-tls": ArchipelTls,
 }
 

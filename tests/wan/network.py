@@ -180,12 +180,16 @@ class Network:
 
 def remove_stale() -> None:
     """Remove the namespaces, and end what runs in them, of owners that are dead."""
-    for line in _run("ip", "netns", "list").splitlines():
-        name = line.split()[0]
+    for name in namespaces():
         if name.startswith(f"{PREFIX}-"):
             pid, started = name.removeprefix(f"{PREFIX}-").split("-")[0].split(".")
             if _owner(int(pid)) != f"{pid}.{started}":
                 _remove(name)
+
+
+def namespaces() -> list[str]:
+    """The names of all namespaces of this machine."""
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines()]
 
 
 def _remove(namespace: str) -> None:

@@ -52,8 +52,8 @@ class Hello:
     """Who opens a stream.
 
     Attributes:
-        life: random, another one for each sender that is ever started.
-        lane: how many times this sender has given up all messages to this receiver.
+        life: random, another one for each sender and each address that it sends to.
+        lane: how many times it has given up all messages to there.
         address: where the sender is reached itself.
     """
 

@@ -48,7 +48,7 @@ class Coming:
 
 @dataclass(eq=False)
 class Inlet:
-    """All that comes from one life of one sender.
+    """All that comes from one sender, to one of the names of this host.
 
     Attributes:
         hello: what it has said last.

@@ -13,6 +13,7 @@ if its connection breaks before the receiver has acknowledged it; nothing else i
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -144,8 +145,9 @@ class SendingStream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        # Chunks wait in the queue, where any stream can take them, not in this one's buffer.
-        transport.set_write_buffer_limits(high=0)
+        # Chunks wait in the queue, where any stream can take them, not in this one's buffer. With
+        # 0, Python's ssl would wait for an answer after each chunk.
+        transport.set_write_buffer_limits(high=1, low=0)
         transport.write(self.lane.hello().pack())
 
     def pause_writing(self) -> None:
@@ -223,7 +225,7 @@ class Lane:
 
     Args:
         address: the receiver's.
-        me: the sender's address, and `life`, its own.
+        me: the sender's own.
         open_stream: connects.
         streams: for large messages, at most.
         now: the loop's clock.
@@ -239,12 +241,11 @@ class Lane:
         self,
         address: Address,
         me: Address,
-        life: bytes,
         open_stream: Open,
         streams: int,
         now: Callable[[], float],
     ) -> None:
-        self.address, self.me, self.life = address, me, life
+        self.address, self.me, self.life = address, me, secrets.token_bytes(16)
         self.open_stream, self.streams, self.now = open_stream, streams, now
         self.number = 0
         self.numbers = {False: 0, True: 0}  # of the next message, urgent ones apart

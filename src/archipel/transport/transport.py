@@ -26,13 +26,13 @@ import asyncio
 import contextlib
 import hashlib
 import os
-import secrets
 import socket
 import struct
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,7 +55,7 @@ MOST_STRANGERS = 256
 SILENCE_S = 15
 """A connection on which TCP gets no answer for so long is broken: another one is tried."""
 
-UNSENT_BYTES = 32 * 1024
+UNSENT_BYTES = 32768
 """What the kernel takes beyond what it can send now: little, so that chunks wait in the queue."""
 
 HEADERS_BYTES = 52
@@ -115,7 +115,8 @@ class Transport:
         bind: the interface to listen on, if it is not that of `host`: "" for all of them.
         streams: to each receiver on another machine.
         deadline_s: longest time without anything that arrives.
-        congestion: TCP's congestion control; None: the machine's own.
+        congestion: TCP's congestion control, where the kernel has it and lets its users choose it;
+            else the machine's own. Far links that lose packets need BBR: see docs/decisions.md.
 
     Attributes:
         address: where others reach this host.
@@ -135,16 +136,15 @@ class Transport:
         bind: str | None = None,
         streams: int = STREAMS,
         deadline_s: float = 60.0,
-        congestion: str | None = None,
+        congestion: str = "bbr",
     ) -> None:
         self.deliver, self.failed = deliver, failed
         self.streams, self.deadline_s, self.congestion = streams, deadline_s, congestion
         self.run = hashlib.sha256(keys.certificate).hexdigest()
-        self.life = secrets.token_bytes(16)
         self.for_strangers, self.for_peers = keys.context(server=True), keys.context(server=False)
         self.lanes: dict[Address, Lane] = {}
         self.inlets: dict[bytes, Inlet] = {}
-        self.strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self.strangers: dict[asyncio.Task[bool], None] = {}  # the oldest first
         self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
         self.refused = self.closed_wire_bytes = 0
         self.tasks: list[asyncio.Task[None]] = []
@@ -253,7 +253,7 @@ class Transport:
         lane = self.lanes.get(to)
         if lane is None:
             lane = self.lanes[to] = Lane(
-                to, self.address, self.life, self._connect, self.streams, self.loop.time
+                to, self.address, self._connect, self.streams, self.loop.time
             )
         lane.send(payload, urgent=urgent, local=self._is_local(to))
 
@@ -350,10 +350,11 @@ class Transport:
         if connected.family != socket.AF_UNIX:
             for level, option, value in _OPTIONS:
                 connected.setsockopt(level, option, value)
-            if self.congestion is not None:
-                connected.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode()
-                )
+            if sys.platform == "linux":
+                with contextlib.suppress(OSError):
+                    connected.setsockopt(
+                        socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode()
+                    )
 
     def _gone(self, transport: asyncio.Transport) -> None:
         """A connection is no more. What it has sent since the last look is not counted: its socket
@@ -376,13 +377,22 @@ class Transport:
                 await asyncio.sleep(1.0)
                 continue
             if len(self.strangers) >= MOST_STRANGERS:
-                next(iter(self.strangers)).cancel()
+                oldest = next(iter(self.strangers))
+                del self.strangers[oldest]
+                oldest.cancel()
             task = self.loop.create_task(self._admit(connected))
             self.strangers[task] = None
-            task.add_done_callback(lambda done: self.strangers.pop(done, None))
+            task.add_done_callback(partial(self._decided, connected))
 
-    async def _admit(self, connected: socket.socket) -> None:
-        """Let in whoever has the keys."""
+    def _decided(self, connected: socket.socket, task: asyncio.Task[bool]) -> None:
+        """A stranger has been let in, or not."""
+        self.strangers.pop(task, None)
+        if task.cancelled() or not task.result():
+            connected.close()
+            self.refused += 1
+
+    async def _admit(self, connected: socket.socket) -> bool:
+        """Let in whoever has the keys; whether it has."""
         try:
             await self.loop.connect_accepted_socket(
                 self._receiving_stream,
@@ -390,11 +400,9 @@ class Transport:
                 ssl=self.for_strangers,
                 ssl_handshake_timeout=CONNECT_S,
             )
-        except OSError:
-            self.refused += 1
-        except asyncio.CancelledError:  # too many of them
-            self.refused += 1
-            raise
+        except OSError:  # TLS's errors and time-outs are some, too
+            return False
+        return True
 
     def _receiving_stream(self) -> ReceivingStream:
         return ReceivingStream(self._inlet, self._let_in, self._gone)
