@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from archipel.errors import UserError
-from archipel.live import frames, transport
-from archipel.live.frames import Address, Chunk, FrameError, Hello, Payload
-from archipel.live.keys import Keys
-from archipel.live.transport import Transport
+from archipel.transport import frames, transport
+from archipel.transport.frames import Address, Chunk, FrameError, Hello, Payload
+from archipel.transport.keys import Keys
+from archipel.transport.transport import Transport
 
 KEYS = Keys.make()
 WAIT_S = 20.0

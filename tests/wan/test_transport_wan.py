@@ -14,8 +14,8 @@ import network
 import pytest
 from network import Network
 
-from archipel.live.keys import Keys
 from archipel.sim.topology import parse_topology
+from archipel.transport.keys import Keys
 
 REASON = network.why_not()
 pytestmark = [

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 
-from archipel.live.keys import Keys
-from archipel.live.transport import Address, Transport
+from archipel.transport.keys import Keys
+from archipel.transport.transport import Address, Transport
 
 
 def main() -> None:
