@@ -4,7 +4,8 @@ What belongs here: whatever a live run needs and a simulated one does not. Where
 
 - A process with one actor: `host` handles what comes, `verbs` is what its actor may ask for,
   `compute` trains and evaluates in a second thread, `marks` keeps the model for evaluations,
-  `saves` is what goes to disk, `mail` and `all_reduce` are messages between actors.
+  `saves` is what goes to disk, `mail` and `all_reduce` are messages between actors, `line` is how
+  they travel.
 - The process of the command: `launch` goes the whole way from recipe to run directory; `prepare`
   and `rehearsal` work before the first process starts, `beginning`, `watch` and `ending` while
   there are hosts; `course`, `evaluations`, `home`, `health`, `restarts` are what the watch knows.

@@ -99,9 +99,8 @@ class Fleet:
         self.call(node, "connect", meeting, self.followers.get(node, []))
 
     def run(self, node: NodeId, clock_s: float, peers: Sequence[NodeId]) -> None:
-        """Let a host run, and tell it where its peers are."""
-        known = {peer: self.addresses[peer] for peer in peers if peer in self.addresses}
-        self.call(node, "run", clock_s, known)
+        """Let a host run, and tell it where its peers are, or that they are not there."""
+        self.call(node, "run", clock_s, {peer: self.addresses.get(peer) for peer in peers})
 
     def meeting_file(self) -> str:
         """A place where processes of one machine can meet, and nobody else can guess."""
@@ -191,6 +190,7 @@ class Fleet:
 
     def kill(self, node: NodeId) -> None:
         """End what is left of a host. What it has been asked will not come back."""
+        self.addresses.pop(node, None)
         for process in [self.hosts.pop(node), *self.followers.pop(node, [])]:
             ray.kill(process)
         for ref in [ref for ref, (owner, _) in self.calls.items() if owner == node]:

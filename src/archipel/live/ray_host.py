@@ -6,10 +6,9 @@ calls to hosts that have not come back (`fleet.py`), and whether hosts are alive
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,11 @@ import torch
 
 from archipel import methods
 from archipel.actor import NodeId
-from archipel.errors import TrainingError
 from archipel.live.cluster import Machine, on
 from archipel.live.compute import device
 from archipel.live.host import Host
-from archipel.live.mail import Envelope, pack, unpack
+from archipel.live.line import Line, LineSetup
+from archipel.live.mail import Envelope
 from archipel.live.meeting import Meeting, free_port, meet
 from archipel.live.protocol import (
     BadLoss,
@@ -33,34 +32,12 @@ from archipel.live.protocol import (
     Ready,
     Record,
     Status,
-    UnderWay,
 )
 from archipel.recipe import Recipe
 from archipel.train.sharded import ShardedReplica
 from archipel.train.task import make_task
 from archipel.transport.frames import Address
 from archipel.transport.keys import Keys
-from archipel.transport.transport import Transfer, Transport
-
-SHOWN_BYTES = 1_000_000
-"""Smaller messages on their way are not shown."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """What a host needs to be reached by the others.
-
-    Attributes:
-        keys: of the run.
-        machine: the address of its machine.
-        ports: it listens on one of these; empty: on any that is free.
-        deadline_s: a link over which nothing gets for so long is gone.
-    """
-
-    keys: Keys
-    machine: str
-    ports: Sequence[int]
-    deadline_s: float
 
 
 @ray.remote(
@@ -70,43 +47,33 @@ class Line:
 )
 class RayHost:
     """A `Host` as a Ray actor. News and questions come in threads of their own, beside the one that
-    runs it; mail from other hosts does not come over Ray (`transport.py`).
-
-    Attributes:
-        peers: where the mail of each other node goes; None: it is lost.
+    runs it; mail from other hosts does not come over Ray (`line.py`).
     """
 
-    def __init__(self, method: str, setup: bytes, line: Line) -> None:
+    def __init__(self, method: str, setup: bytes, line: LineSetup) -> None:
         methods.load(method)  # so that what it defines can be unpickled
         self.host = Host(pickle.loads(setup), self._post)
-        self.line = line
-        self.peers: dict[NodeId, Address | None] = {}
+        self.line_setup = line
+        self.line: Line | None = None
 
     def connect(self, meeting: Meeting | None, followers: list[Any]) -> Ready:
         """Be ready to run."""
-        self.transport = Transport(
-            self.line.keys,
-            self.line.machine,
-            deliver=self._deliver,
-            failed=self._failed,
-            ports=self.line.ports,
-            deadline_s=self.line.deadline_s,
-        )
+        host = self.host
+        self.line = Line(host.me, self.line_setup, host.deliver, host.mailbox.put)
         if meeting:
-            self.host.compute.meet(meeting, lambda what, values: _tell(followers, what, values))
-        return Ready(self.transport.address, self.host.load())
+            host.compute.meet(meeting, lambda what, values: _tell(followers, what, values))
+        return Ready(self.line.transport.address, host.load())
 
-    def run(self, clock_s: float, peers: dict[NodeId, Address]) -> Record:
-        """`peers`: where they were when this was asked; what has been told since is newer."""
-        self.peers = {**peers, **self.peers}
+    def run(self, clock_s: float, peers: dict[NodeId, Address | None]) -> Record:
+        assert self.line is not None
+        self.line.know(peers)
         return self.host.run(clock_s)
 
     @ray.method(concurrency_group="news")
     def tell(self, news: News, address: Address | None) -> None:
-        """`address`: of a node that is there again."""
-        before, self.peers[news.node] = self.peers.get(news.node), address
-        if before is not None:
-            self.transport.forget(before)
+        """`address`: where a node is that is there again."""
+        if self.line is not None:  # else `run` will say it
+            self.line.tell(news.node, address)
         self.host.tell(news)
 
     # In the same group as `tell`: what it says of others must not overtake the news of them.
@@ -120,13 +87,10 @@ class RayHost:
 
     @ray.method(concurrency_group="status")
     def status(self, released: int) -> Status:
-        status, transfers = self.host.status(released), self.transport.transfers()
-        moves = any(transfer.bytes_per_s for transfer in transfers)
-        return replace(
-            status,
-            quiet_s=0.0 if moves else status.quiet_s,
-            under_way=self._slowest(transfers),
-        )
+        assert self.line is not None
+        status = self.host.status(released)
+        moves, under_way = self.line.under_way()
+        return replace(status, quiet_s=0.0 if moves else status.quiet_s, under_way=under_way)
 
     @ray.method(concurrency_group="status")
     def stop(self) -> None:
@@ -145,36 +109,9 @@ class RayHost:
         """Wait for something that the watch should look at."""
         return self.host.events.get()
 
-    # Mail
-
     def _post(self, to: NodeId, envelope: Envelope) -> None:
-        if to not in self.peers:
-            raise TrainingError(
-                f"{self.host.me} sent {envelope.kind.__name__} to {to}, which is none of its peers"
-            )
-        if (address := self.peers[to]) is not None:
-            self.transport.send(address, pack(envelope))
-
-    def _deliver(self, sender: Address, parts: list[memoryview]) -> None:
-        self.host.deliver(unpack(parts))
-
-    def _failed(self, address: Address, why: str) -> None:
-        """Nothing gets through to a host any more. If it is not lost, its link is."""
-        for node, current in self.peers.items():
-            if current == address:
-                self.host.mailbox.put(TrainingError(f"{self.host.me} cannot reach {node}: {why}"))
-
-    def _slowest(self, transfers: Sequence[Transfer]) -> UnderWay | None:
-        """The message that takes longest, if one takes long."""
-        nodes = {address: node for node, address in self.peers.items()}
-        slow = [
-            UnderWay(nodes[one.to], one.done_bytes / one.total_bytes, one.bytes_per_s, one.left_s)
-            for one in transfers
-            if one.to in nodes and one.total_bytes > SHOWN_BYTES
-        ]
-        return max(
-            slow, key=lambda one: math.inf if one.left_s is None else one.left_s, default=None
-        )
+        assert self.line is not None
+        self.line.post(to, envelope)
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -215,12 +152,12 @@ def make_host(recipe: Recipe, setup: HostSetup, machine: Machine, keys: Keys) ->
     ).remote(recipe.method, pickle.dumps(setup), line_of(recipe, machine, keys))
 
 
-def line_of(recipe: Recipe, machine: Machine, keys: Keys) -> Line:
+def line_of(recipe: Recipe, machine: Machine, keys: Keys) -> LineSetup:
     """What a host on a machine needs to be reached by the others."""
     first, last = recipe.live.ports or (0, -1)
     # A peer that is gone is found by its silence towards the command, and all are told of it. Only
     # a link that is gone is found by this.
-    return Line(keys, machine.address, range(first, last + 1), 2 * recipe.live.deadline_s)
+    return LineSetup(keys, machine.address, range(first, last + 1), 2 * recipe.live.deadline_s)
 
 
 def make_followers(

@@ -1,0 +1,120 @@
+"""A host's line to the other hosts of its run.
+
+What belongs here: where each of them is reached, envelopes as bytes and back, and what is said of
+messages that take long. What does not: how bytes travel (`transport/`), in which order envelopes
+are let in (`mail.py`), and who is lost (`watch.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from archipel.actor import NodeId
+from archipel.errors import TrainingError
+from archipel.live.mail import Envelope, pack, unpack
+from archipel.live.protocol import UnderWay
+from archipel.transport.frames import Address
+from archipel.transport.keys import Keys
+from archipel.transport.transport import Transport
+
+SHOWN_BYTES = 1_000_000
+"""Smaller messages on their way are not shown."""
+
+
+@dataclass(frozen=True)
+class LineSetup:
+    """What a host needs to be reached by the others.
+
+    Attributes:
+        keys: those of the run.
+        machine: the address of the host's machine.
+        ports: the host listens on one of these; empty: on any that is free.
+        deadline_s: a link over which no byte gets for so long is taken for gone.
+    """
+
+    keys: Keys
+    machine: str
+    ports: Sequence[int]
+    deadline_s: float
+
+
+class Line:
+    """One host's end.
+
+    Args:
+        me: the host's node.
+        setup: how it is reached.
+        deliver: takes each envelope that comes; called in a thread of the transport.
+        fail: is told of a peer that cannot be reached.
+
+    Attributes:
+        peers: where each other node is reached; None: it is lost, and nothing is sent to it.
+
+    Raises:
+        UserError: none of the ports is free.
+    """
+
+    def __init__(
+        self,
+        me: NodeId,
+        setup: LineSetup,
+        deliver: Callable[[Envelope], None],
+        fail: Callable[[TrainingError], None],
+    ) -> None:
+        self.me, self.fail = me, fail
+        self.peers: dict[NodeId, Address | None] = {}
+        self.transport = Transport(
+            setup.keys,
+            setup.machine,
+            deliver=lambda _, parts: deliver(unpack(parts)),
+            failed=self._failed,
+            ports=setup.ports,
+            deadline_s=setup.deadline_s,
+        )
+
+    def know(self, peers: Mapping[NodeId, Address | None]) -> None:
+        """Where the peers were a moment ago. What `tell` has said of one of them is newer."""
+        self.peers = {**peers, **self.peers}
+
+    def tell(self, node: NodeId, address: Address | None) -> None:
+        """A node is there again, at `address`; or it is lost, and what is on its way to it too."""
+        before, self.peers[node] = self.peers.get(node), address
+        if before is not None:
+            self.transport.forget(before)
+
+    def post(self, to: NodeId, envelope: Envelope) -> None:
+        """Send an envelope. Its vectors must not change any more.
+
+        Raises:
+            TrainingError: `to` is no peer of this host's actor.
+        """
+        if to not in self.peers:
+            raise TrainingError(
+                f"{self.me} sent {envelope.kind.__name__} to {to}, which is none of its peers"
+            )
+        if (address := self.peers[to]) is not None:
+            self.transport.send(address, pack(envelope))
+
+    def under_way(self) -> tuple[bool, UnderWay | None]:
+        """Whether anything from here moves; and the message that takes longest, if one is large."""
+        transfers = self.transport.transfers()
+        nodes = {address: node for node, address in self.peers.items()}
+        large = [
+            UnderWay(nodes[one.to], one.done_bytes / one.total_bytes, one.bytes_per_s, one.left_s)
+            for one in transfers
+            if one.to in nodes and one.total_bytes > SHOWN_BYTES
+        ]
+        slowest = max(large, key=_left_s, default=None)
+        return any(one.bytes_per_s for one in transfers), slowest
+
+    def _failed(self, address: Address, why: str) -> None:
+        """Nothing gets through to a host any more. If that is not lost, the link to it is."""
+        for node, current in self.peers.items():
+            if current == address:
+                self.fail(TrainingError(f"{self.me} cannot reach {node}: {why}"))
+
+
+def _left_s(one: UnderWay) -> float:
+    return math.inf if one.left_s is None else one.left_s
