@@ -248,9 +248,7 @@ class Transport:
     def _send(self, to: Address, payload: Payload, urgent: bool) -> None:
         lane = self.lanes.get(to)
         if lane is None:
-            lane = self.lanes[to] = Lane(
-                to, self.address, self._connect, self.streams, self.loop.time
-            )
+            lane = self.lanes[to] = Lane(to, self.address, self._connect, self.streams, self.loop)
         lane.send(payload, urgent=urgent, local=self._is_local(to))
 
     async def _look(self) -> None:
