@@ -273,15 +273,7 @@ class Transport:
                     inlet.forget()
 
     async def _transfers(self) -> list[Transfer]:
-        found, now_s = [], self.loop.time()
-        for lane in self.lanes.values():
-            rate, before = lane.rate.bytes_per_s(now_s), 0
-            for message in lane.messages.values():
-                total, done = message.payload.size, message.arrived_bytes
-                before += total - done
-                left_s = before / rate if rate else None
-                found.append(Transfer(lane.address, done, total, rate, left_s))
-        return found
+        return _transfers(self.lanes.values(), self.loop.time())
 
     async def _traffic(self) -> Traffic:
         self._count()
@@ -408,6 +400,19 @@ class Transport:
 
     def _inlet(self, hello: Hello) -> Inlet:
         return self.inlets.setdefault(hello.life, Inlet(hello, self.deliver))
+
+
+def _transfers(lanes: Iterable[Lane], now_s: float) -> list[Transfer]:
+    """All messages on their way."""
+    found = []
+    for lane in lanes:
+        rate, before = lane.rate.bytes_per_s(now_s), 0
+        for message in lane.messages.values():
+            total, done = message.payload.size, message.arrived_bytes
+            before += total - done
+            left_s = before / rate if rate else None
+            found.append(Transfer(lane.address, done, total, rate, left_s))
+    return found
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:
