@@ -12,7 +12,7 @@ INSTALLED = .venv/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: bench bench-live check clean demo help test
+.PHONY: bench bench-live check clean demo help test wan
 
 demo: $(INSTALLED) ## Compare the methods on a simulated archipelago; the report is in runs/demo
 	.venv/bin/archipel compare --out runs/demo $(DEMO_ARGS)
@@ -24,6 +24,9 @@ check: $(INSTALLED) ## Lint, formatting and types
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
+
+wan: $(INSTALLED) ## Test the transport on slow links between network namespaces; needs root and iproute2
+	.venv/bin/python -m pytest tests/wan --durations=10 -rs
 
 bench: $(INSTALLED) ## Measure speed
 	.venv/bin/python bench/bench.py

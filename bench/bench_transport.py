@@ -10,9 +10,13 @@ root.
 2. On this machine, without a shaped link: MB/s of messages of 40 MB, each acknowledged before the
    next one, and CPU seconds of both ends per GB.
 
-Transports whose packages are not installed are left out: pyarrow (Flight), grpcio, pyzmq; and, on
-this machine, ray: plain actors with NumPy. The one that archipel has is `archipel`. All are
-encrypted and authenticated but Ray's.
+3. With `--ray 5`: the second, of `archipel`, ÷ the same between two plain Ray actors with NumPy, in
+   turns.
+
+Transports whose packages are not installed are left out: pyarrow (Flight), grpcio, pyzmq. What live
+runs have is `archipel`; `archipel-cubic`: without BBR; `archipel-tls`: as to another machine. All
+are encrypted and authenticated but Ray, and `archipel` within a machine, which the kernel keeps to
+one user.
 """
 
 from __future__ import annotations
@@ -513,6 +517,20 @@ def local(name: str, streams: int, messages: int) -> tuple[float, float]:
     return 1e-6 * size * messages / took_s, cpu / (1e-9 * size * messages)
 
 
+def against_ray(name: str, messages: int, rounds: int) -> None:
+    """Print MB/s of messages of 40 MB on this machine ÷ between plain Ray actors."""
+    from bench_live import ray_mb_per_s
+
+    from archipel.live import cluster
+    from bench import paired
+
+    with cluster.session(None):
+        ratio, low, high, base = paired(
+            rounds, lambda: local(name, 1, messages)[0], lambda: ray_mb_per_s(messages)
+        )
+    print(f"{name} ÷ plain Ray actors: {ratio:.2f} ({low:.2f} to {high:.2f}; Ray {base:,.0f} MB/s)")
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -520,6 +538,7 @@ def main() -> None:
     parser.add_argument("--streams", default="1,8", help="how many, with commas")
     parser.add_argument("--links", default="", help="numbers of links, with commas; none: -")
     parser.add_argument("--messages", type=int, default=25, help="on this machine; 0: none")
+    parser.add_argument("--ray", type=int, default=0, help="rounds against plain Ray actors")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(TRANSPORTS)
     for name in list(names):
@@ -537,6 +556,8 @@ def main() -> None:
         measured = [local(*one, arguments.messages) for one in chosen]
         print(f"{'MB/s on this machine':28}{''.join(f'{one[0]:14,.0f}' for one in measured)}")
         print(f"{'CPU s per GB':28}{''.join(f'{one[1]:14.2f}' for one in measured)}", flush=True)
+    if arguments.ray:
+        against_ray("archipel", max(1, arguments.messages), arguments.ray)
     if arguments.links == "-":
         return
     which = (

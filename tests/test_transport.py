@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from archipel.errors import UserError
-from archipel.transport import frames, transport
+from archipel.transport import frames, sending, transport
 from archipel.transport.frames import Address, Chunk, FrameError, Hello, Payload
 from archipel.transport.keys import Keys
 from archipel.transport.transport import Transport
@@ -191,7 +191,8 @@ cuts = st.lists(st.integers(0, 400_000), max_size=10)
 def test_whatever_breaks_all_messages_arrive_once_and_in_order(
     sizes: list[tuple[int, bool]], cuts: list[int], streams: int
 ) -> None:
-    with ExitStack() as stack:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sending, "LONGEST_WAIT_S", 0.05)
         first, second = Host(streams=streams), Host()
         proxy = Proxy(second.address, iter(cuts))
         for close in (proxy.close, second.transport.close, first.transport.close):
@@ -377,8 +378,8 @@ def test_whoever_is_slow_is_dropped_and_hurts_nobody(
 
 
 def test_many_strangers_push_each_other_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MOST_STRANGERS", 5)
     first, second = make(Host, streams=2), make(Host)
+    monkeypatch.setattr(transport, "MOST_STRANGERS", 5)
     proxy = make(Proxy, second.address)
     with ExitStack() as stack:
         for _ in range(20):
@@ -483,7 +484,7 @@ def test_a_stranger_who_speaks_to_the_local_socket_without_a_hello_is_dropped(ma
     host = make(Host)
     with closing(socket.socket(socket.AF_UNIX)) as stranger:
         stranger.settimeout(WAIT_S)
-        stranger.connect(host.transport._local_name(host.address))
+        stranger.connect(transport._local_name(host.transport.run, host.address))
         stranger.sendall(bytes(1000))
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -23,8 +24,15 @@ from archipel.transport.frames import ACK_BYTES, Ack, Address, Chunk, Hello, Pay
 SMALL_BYTES = 64 * 1024
 """A message of at most so many bytes does not wait behind larger ones."""
 
-CHUNK_BYTES = 64 * 1024
-LOCAL_CHUNK_BYTES = 256 * 1024
+CHUNK_BYTES, FAST_CHUNK_BYTES = 64 * 1024, 256 * 1024
+"""Small, so that the last ones do not keep all waiting on a slow stream; on a fast link large
+ones cost less computing.
+"""
+
+FAST_BYTES_PER_S = 40e6
+"""Of a link from which on chunks are large."""
+
+LOCAL_CHUNK_BYTES = 1024 * 1024
 
 IDLE_S = 60.0
 """A stream that has nothing to do for so long is closed."""
@@ -133,12 +141,12 @@ class SendingStream(asyncio.Protocol):
         self, lane: Lane, gone: Callable[[asyncio.Transport], None], *, local: bool
     ) -> None:
         self.lane, self.gone, self.local = lane, gone, local
-        self.limit = LOCAL_CHUNK_BYTES if local else CHUNK_BYTES
         self.unanswered: dict[tuple[bool, int, int], Sent] = {}
         self.answers = b""
         self.stirred = asyncio.Event()  # something may have changed for `carry`
         self.paused = self.lost = self.answered = False
         self.queue: Queue | None = None
+        self.plain: socket.socket | None = None
 
     # What asyncio calls
 
@@ -176,14 +184,16 @@ class SendingStream(asyncio.Protocol):
         """Carry chunks until the connection is lost, or there have been none for long."""
         self.queue = queue
         queue.streams.add(self)
+        if self.local:
+            # For chunks, which asyncio's transports would copy once more.
+            self.plain = self.transport.get_extra_info("socket").dup()
         try:
             while not self.lost:
                 self.stirred.clear()
                 if self.paused:
                     await self.stirred.wait()
-                elif taken := queue.take(self.limit):
-                    self._send(*taken)
-                    await asyncio.sleep(0)  # other streams have their turn
+                elif taken := queue.take(self._limit()):
+                    await self._send(*taken)
                 else:
                     try:
                         async with asyncio.timeout(IDLE_S):
@@ -194,16 +204,25 @@ class SendingStream(asyncio.Protocol):
         finally:
             queue.streams.discard(self)
             self.transport.abort()
+            if self.plain is not None:
+                self.plain.close()
 
-    def _send(self, message: Outgoing, chunk: Chunk) -> None:
+    def _limit(self) -> int:
+        """Most bytes of a chunk."""
+        if self.local:
+            return LOCAL_CHUNK_BYTES
+        fast = self.lane.rate.bytes_per_s(self.lane.now()) >= FAST_BYTES_PER_S
+        return FAST_CHUNK_BYTES if fast else CHUNK_BYTES
+
+    async def _send(self, message: Outgoing, chunk: Chunk) -> None:
         self.unanswered[chunk.urgent, chunk.number, chunk.offset] = Sent(message, chunk)
         pieces = message.payload.cut(chunk.offset, chunk.offset + chunk.length)
-        if self.local:  # what is plain would be joined, and so copied, by `writelines`
-            self.transport.write(chunk.pack())
-            for piece in pieces:
-                self.transport.write(piece)
+        if self.plain is not None:
+            for piece in (memoryview(chunk.pack()), *pieces):
+                await self.lane.loop.sock_sendall(self.plain, piece)
         else:
             self.transport.writelines([chunk.pack(), *pieces])
+            await asyncio.sleep(0)  # other streams have their turn
 
     def _hear(self, ack: Ack) -> None:
         key = (ack.urgent, ack.number, ack.offset)
@@ -228,7 +247,7 @@ class Lane:
         me: the sender's own.
         open_stream: connects.
         streams: for large messages, at most.
-        now: the loop's clock.
+        loop: that all of it runs in.
 
     Attributes:
         messages: that have not wholly arrived, in the order of sending.
@@ -243,15 +262,16 @@ class Lane:
         me: Address,
         open_stream: Open,
         streams: int,
-        now: Callable[[], float],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.address, self.me, self.life = address, me, secrets.token_bytes(16)
-        self.open_stream, self.streams, self.now = open_stream, streams, now
+        self.open_stream, self.streams, self.loop = open_stream, streams, loop
+        self.now = loop.time
         self.number = 0
         self.numbers = {False: 0, True: 0}  # of the next message, urgent ones apart
         self.messages: dict[tuple[bool, int], Outgoing] = {}
         self.small, self.large = Queue(), Queue()
-        self.rate, self.moved_s = Rate(now()), now()
+        self.rate, self.moved_s = Rate(self.now()), self.now()
         self.trouble = "it has not answered"
 
     def hello(self) -> Hello:
@@ -314,7 +334,7 @@ class Lane:
         for stream in queue.streams:
             stream.stirred.set()
         while len(queue.workers) < workers:
-            worker = asyncio.get_running_loop().create_task(self._work(queue))
+            worker = self.loop.create_task(self._work(queue))
             queue.workers.add(worker)
             worker.add_done_callback(queue.workers.discard)
 

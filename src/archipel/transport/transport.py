@@ -226,12 +226,13 @@ class Transport:
         self.local_server: asyncio.Server | None = None
         if sys.platform == "linux":
             self.local_server = await self.loop.create_unix_server(
-                self._receiving_stream, self._local_name(self.address)
+                self._receiving_stream, _local_name(self.run, self.address)
             )
 
     async def _end(self) -> None:
         if self.local_server is not None:
             self.local_server.close()
+        await asyncio.sleep(0)  # connections that have been accepted have a task each from now on
         for lane in self.lanes.values():
             lane.close()
         for transport in list(self.open):
@@ -240,6 +241,7 @@ class Transport:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)  # those connections are closed
         while self.open:  # those that have been aborted say so
             await asyncio.sleep(0)
 
@@ -252,10 +254,8 @@ class Transport:
     def _send(self, to: Address, payload: Payload, urgent: bool) -> None:
         lane = self.lanes.get(to)
         if lane is None:
-            lane = self.lanes[to] = Lane(
-                to, self.address, self._connect, self.streams, self.loop.time
-            )
-        lane.send(payload, urgent=urgent, local=self._is_local(to))
+            lane = self.lanes[to] = Lane(to, self.address, self._connect, self.streams, self.loop)
+        lane.send(payload, urgent=urgent, local=_is_local(self.run, to))
 
     def _forget(self, to: Address) -> None:
         if lane := self.lanes.get(to):
@@ -283,15 +283,7 @@ class Transport:
                     inlet.forget()
 
     async def _transfers(self) -> list[Transfer]:
-        found, now_s = [], self.loop.time()
-        for lane in self.lanes.values():
-            rate, before = lane.rate.bytes_per_s(now_s), 0
-            for message in lane.messages.values():
-                total, done = message.payload.size, message.arrived_bytes
-                before += total - done
-                left_s = before / rate if rate else None
-                found.append(Transfer(lane.address, done, total, rate, left_s))
-        return found
+        return _transfers(self.lanes.values(), self.loop.time())
 
     async def _traffic(self) -> Traffic:
         self._count()
@@ -306,29 +298,18 @@ class Transport:
 
     # Streams that this host opens
 
-    def _local_name(self, address: Address) -> str:
-        return f"\0archipel/{self.run[:32]}/{address}"
-
-    def _is_local(self, address: Address) -> bool:
-        """Whether a host of this run listens on this machine."""
-        if sys.platform != "linux":
-            return False
-        with socket.socket(socket.AF_UNIX) as tried:
-            tried.setblocking(False)
-            return tried.connect_ex(self._local_name(address)) == 0
-
     async def _connect(self, lane: Lane) -> SendingStream:
         """Open a stream.
 
         Raises:
             OSError: it cannot be opened.
         """
-        local = self._is_local(lane.address)
+        local = _is_local(self.run, lane.address)
         async with asyncio.timeout(CONNECT_S):
             if local:
                 _, stream = await self.loop.create_unix_connection(
                     lambda: SendingStream(lane, self._gone, local=True),
-                    self._local_name(lane.address),
+                    _local_name(self.run, lane.address),
                 )
             else:
                 _, stream = await self.loop.create_connection(
@@ -420,6 +401,19 @@ class Transport:
         return self.inlets.setdefault(hello.life, Inlet(hello, self.deliver))
 
 
+def _transfers(lanes: Iterable[Lane], now_s: float) -> list[Transfer]:
+    """All messages on their way."""
+    found = []
+    for lane in lanes:
+        rate, before = lane.rate.bytes_per_s(now_s), 0
+        for message in lane.messages.values():
+            total, done = message.payload.size, message.arrived_bytes
+            before += total - done
+            left_s = before / rate if rate else None
+            found.append(Transfer(lane.address, done, total, rate, left_s))
+    return found
+
+
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:
     """A socket that listens on one of the ports; any, if there are none.
 
@@ -438,6 +432,20 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
         return listener
     where = f"ports {ports[0]} to {ports[-1]}" if ports else "a free port"
     raise UserError(f"cannot listen on {where} of {host or 'any interface'}: {trouble}")
+
+
+def _local_name(run: str, address: Address) -> str:
+    """Of the Unix socket on which a host of a run listens."""
+    return f"\0archipel/{run[:32]}/{address}"
+
+
+def _is_local(run: str, address: Address) -> bool:
+    """Whether a host of a run listens on this machine."""
+    if sys.platform != "linux":
+        return False
+    with socket.socket(socket.AF_UNIX) as tried:
+        tried.setblocking(False)
+        return tried.connect_ex(_local_name(run, address)) == 0
 
 
 def _same_user(transport: asyncio.Transport) -> bool:

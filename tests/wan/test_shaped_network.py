@@ -88,7 +88,7 @@ def test_a_link_has_its_rate_and_its_latency(latency_ms: float) -> None:
 def test_what_a_killed_owner_has_left_is_removed() -> None:
     """Its namespaces, and what runs in them; its forwarders end by themselves."""
     code = f"""
-        import sys, time
+        import subprocess, sys, time
         sys.path.insert(0, {os.path.dirname(network.__file__)!r})
         from network import Network
         from archipel.sim.topology import parse_topology
@@ -97,7 +97,8 @@ def test_what_a_killed_owner_has_left_is_removed() -> None:
             "default": {{"bandwidth_gbit_s": 0.02, "latency_ms": 5}},
         }})
         with Network(topology) as net:
-            sleeper = net.popen("east", ["sleep", "1000"])
+            # Else it would keep this process's output open.
+            sleeper = net.popen("east", ["sleep", "1000"], stdout=subprocess.DEVNULL)
             print(sleeper.pid, net.carriers[0].pid, net.namespace("east"), flush=True)
             time.sleep(1000)
     """
