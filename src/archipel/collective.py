@@ -10,8 +10,8 @@ holds the model that a user takes home, and has one more duty:
 - A **newcomer** (it joins late, or has crashed and restarted) has no model. It says `Hello` to all
   and waits.
 - At the start of the next round the **holder** sends it the `State` of that round and names it in
-  its own all-reduce. An all-reduce waits for whoever any member names, so that nobody else has to
-  know beforehand.
+  its own all-reduce. The holder is the first of its group, and an all-reduce is of those whom the
+  first one names, so that nobody else has to know beforehand.
 - If the holder is lost right then, the others may not know of the newcomer. So until a mean has had
   it in it, it takes the loss of whoever invited it as its own: it is a newcomer again.
 - If nobody is left who has a model, the newcomer with the most rounds in its save becomes the
@@ -37,7 +37,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from archipel.actor import Actor, Context, Group, Joined, Lost, Message, NodeId, Vector
+from archipel.actor import Actor, Context, Group, Joined, Lost, Message, NodeId, Reduced, Vector
 
 Term = tuple[int, int]
 """How often somebody has had to start again with all others, and the rank of the last one who has.
@@ -70,7 +70,7 @@ class State(Message):
     since: dict[NodeId, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Holding(Message):
     """I have a model of this term, or know of one. Whoever has one of an earlier term gives it
     up.
@@ -146,15 +146,18 @@ class Member(Actor):
             self.begin(ctx)
         return not self.computing and not self.waiting
 
-    def is_current(self, group: Group) -> bool:
-        """Whether a mean over `group` that I have called for still counts.
+    def is_current(self, reduced: Reduced) -> bool:
+        """Whether a mean that I have called for is of this round, and still counts.
 
         Not if I have become a newcomer since, and all who are in it are newcomers or gone too: they
         have been told that I have no model, and may begin without me.
         """
-        return not self.waiting or any(
-            node != self.me and node not in self.newcomers and node not in self.gone
-            for node in group
+        return reduced.round == self.number and (
+            not self.waiting
+            or any(
+                node != self.me and node not in self.newcomers and node not in self.gone
+                for node in reduced.group
+            )
         )
 
     def agree(self, group: Group) -> None:
