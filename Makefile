@@ -12,7 +12,9 @@ INSTALLED = .venv/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: bench bench-live check clean demo help test wan
+.PHONY: bench bench-live check clean demo help install test wan
+
+install: $(INSTALLED) ## Make .venv with all that archipel needs
 
 demo: $(INSTALLED) ## Compare the methods on a simulated archipelago; the report is in runs/demo
 	.venv/bin/archipel compare --out runs/demo $(DEMO_ARGS)

@@ -196,15 +196,13 @@ def test_importing_archipel_imports_neither_ray_nor_matplotlib() -> None:
     code = "import archipel, sys; print({'ray', 'matplotlib', 'rich', 'typer'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n"
-    assert set(archipel.__all__) <= set(dir(archipel)) | {
-        "Comparison",
-        "Result",
-        "compare",
-        "launch",
-        "resume",
-        "simulate",
-    }
+    assert dir(archipel) == sorted(archipel.__all__)
     assert all(getattr(archipel, name) is not None for name in archipel.__all__)
+
+
+def test_no_seed_is_no_comparison() -> None:
+    with pytest.raises(UserError, match=r"^--seeds 0: must be at least 1$"):
+        archipel.compare("diloco", seeds=0, task="none", steps=100)
 
 
 def test_a_misspelt_name_is_an_attribute_error() -> None:

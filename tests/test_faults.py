@@ -866,6 +866,11 @@ def test_a_recipe_with_faults_comes_back_from_its_yaml() -> None:
             "faults.schedule.0.regions = 'c': allowed are a, b",
         ),
         (
+            {"schedule": [{"kind": "partition", "regions": ["b", "a"], "at_s": 1.0, "for_s": 1.0}]},
+            "faults.schedule.0.regions = ['b', 'a']: these are all regions, so that no link is "
+            "down; name those on one side",
+        ),
+        (
             {"schedule": [{"kind": "link_down", "between": ["a", "a"], "at_s": 1.0, "for_s": 1.0}]},
             "faults.schedule.0.between = ['a', 'a']: give two regions; the links in one are never "
             "down",

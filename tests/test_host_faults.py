@@ -212,6 +212,7 @@ def town_of(method: str, seed: int) -> Town:
 @example(3115)  # whoever starts a term has been in a group before, behind others
 @example(5374)  # a sum reaches a node that has not heard of a loss that its leader knows of
 @example(5978)  # who was invited by one that was lost is invited again, to the same round
+@example(50045)  # one that only the leader has named is lost, and takes a mean with it
 @example(1023)  # the first of a group was lost, and has been there again for long
 @settings(max_examples=60, deadline=None)
 def test_whoever_is_killed_or_has_a_bad_loss_all_go_on(method: str, seed: int) -> None:

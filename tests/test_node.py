@@ -143,6 +143,14 @@ def test_a_worker_has_one_job_at_a_time() -> None:
     node.begin_job()
 
 
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_worker_that_asks_for_no_inner_steps_is_named(steps: int) -> None:
+    with pytest.raises(TrainingError) as error:
+        Node(Listener(me=ME)).check_steps(steps)
+    assert str(error.value) == f"{ME} asked to train for {steps} inner steps: at least 1 is needed"
+    Node(Listener(me=ME)).check_steps(1)
+
+
 # What came of inner steps
 
 

@@ -13,7 +13,10 @@ from archipel import pyfile
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test imports is gone after it."""
+    """What a test imports is gone after it, and what other tests imported is out of its sight."""
+    for name, module in list(sys.modules.items()):
+        if pyfile._user_folder(module) is not None:
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(pyfile, "folders", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = dict(sys.modules)

@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from archipel import report
-from archipel.report import ReportError
+from archipel.report import ReportError, words
 
 SUMMARY: dict[str, Any] = {
     "method": "halos",
@@ -369,6 +369,37 @@ def test_headline_says_what_is_real_and_what_is_modelled(
         report.headline([live])
         == "Real: gradients and clock – 2 machines. Modelled: nothing. 1 seed."
     )
+
+
+def test_runs_of_different_worlds_are_not_compared_in_silence(
+    runs: list[report.Result], tmp_path: Path
+) -> None:
+    differ = "These runs differ in what is real or what is modelled"
+    assert differ not in words.notes(runs, 2.5)
+    other = write_run(tmp_path / "other", "other", [3.0, 2.0], modelled="clock: topology b")
+    assert differ in words.notes([*runs, other], 2.5)
+
+
+@pytest.mark.parametrize(
+    ("losses", "outer_steps", "said"),
+    [
+        ([3.0, 2.0, 1.9, 1.8, 1.7], 4, None),
+        (
+            [3.0, 2.0, 1.9, 1.8, 1.7],
+            3,
+            "one has 3 outer steps and 4 evaluations after the start: too few to judge it.",
+        ),
+        ([3.0, 2.0], 9, "one has 9 outer steps and 1 evaluation after the start: too few to judge"),
+        ([None, None], 1, None),  # nothing is trained
+    ],
+)
+def test_a_method_that_hardly_took_a_step_is_named(
+    losses: list[float | None], outer_steps: int, said: str | None, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "one", "one", losses, outer_steps=outer_steps)
+    notes = words.notes([run], 2.0 if losses[0] else None)
+    assert ("too few" in notes) == (said is not None)
+    assert said is None or said in notes
 
 
 def test_changes_name_the_published_setting(tmp_path: Path) -> None:

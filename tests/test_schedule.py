@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from archipel.actor import NodeId
 from archipel.sim import schedule as schedules
-from archipel.sim.events import Cut, Event, Fail, Mend, Return, Save
+from archipel.sim.events import Event, Fail, Mend, Return, Save, Sever
 from archipel.sim.faults import (
     Crash,
     Delay,
@@ -259,13 +259,13 @@ EVENTS: list[tuple[Fault, list[tuple[float, Event]]]] = [
     (LinkDown(between=("b", "a"), at_s=7.0, for_s=10.0), []),  # over at the deadline
     (
         LinkDown(between=("b", "a"), at_s=7.0, for_s=11.0),
-        [(17.0, Cut(("a", "b"))), (18.0, Mend(("a", "b")))],
+        [(17.0, Sever(("a", "b"))), (18.0, Mend(("a", "b")))],
     ),
     (
         Partition(regions=["b"], at_s=1.0, for_s=11.0),
         [
-            (11.0, Cut(("a", "b"))),
-            (11.0, Cut(("b", "c"))),
+            (11.0, Sever(("a", "b"))),
+            (11.0, Sever(("b", "c"))),
             (12.0, Mend(("a", "b"))),
             (12.0, Mend(("b", "c"))),
         ],

@@ -38,9 +38,16 @@ __all__ = [
 ]
 
 
+_LATER = {"Comparison", "Result", "compare", "launch", "resume", "simulate"}
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """What makes runs, imported when it is first asked for."""
-    if name not in {"Comparison", "Result", "compare", "launch", "resume", "simulate"}:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from archipel import experiment
 

@@ -86,9 +86,10 @@ class Reduced(Message):
     """The answer to `Context.all_reduce`: the mean of the members' vectors. The members share it:
     read only.
 
-    `group` are the members that took part, in rank order. `refused` are those of them whose vectors
-    were left out of the mean, because they were not finite or absurdly large. Each member is told
-    the same. If all are refused, `mean` is zero and stands for nothing: do not use it.
+    `group` are the members that took part, in the order in which the first of them named them.
+    `refused` are those of them whose vectors were left out of the mean, because they were not
+    finite or absurdly large. Each member is told the same. If all are refused, `mean` is zero and
+    stands for nothing: do not use it.
     """
 
     mean: Vector

@@ -10,8 +10,8 @@ holds the model that a user takes home, and has one more duty:
 - A **newcomer** (it joins late, or has crashed and restarted) has no model. It says `Hello` to all
   and waits.
 - At the start of the next round the **holder** sends it the `State` of that round and names it in
-  its own all-reduce. An all-reduce waits for whoever any member names, so that nobody else has to
-  know beforehand.
+  its own all-reduce. The holder is the first of its group, and an all-reduce is of those whom the
+  first one names, so that nobody else has to know beforehand.
 - If the holder is lost right then, the others may not know of the newcomer. So until a mean has had
   it in it, it takes the loss of whoever invited it as its own: it is a newcomer again.
 - If nobody is left who has a model, the newcomer with the most rounds in its save becomes the
@@ -37,7 +37,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from archipel.actor import Actor, Context, Group, Joined, Lost, Message, NodeId, Vector
+from archipel.actor import Actor, Context, Group, Joined, Lost, Message, NodeId, Reduced, Vector
 
 Term = tuple[int, int]
 """How often somebody has had to start again with all others, and the rank of the last one who has.
@@ -67,10 +67,9 @@ class State(Message):
     round: int
     progress: int
     group: Group
-    since: dict[NodeId, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Holding(Message):
     """I have a model of this term, or know of one. Whoever has one of an earlier term gives it
     up.
@@ -94,7 +93,6 @@ class Member(Actor):
         computing: I have asked for inner steps, and they are not done.
         outdated: the inner steps under way are of a round that is over.
         waiting: I am a newcomer, who has no model yet.
-        since: the round from which each of them has taken part, where that is not the first.
         lost_lately: those who were lost in this round; a State that names them may be older than
             that.
         newcomers: those others who wait, and the terms and rounds of their saves; until it is
@@ -112,7 +110,6 @@ class Member(Actor):
     computing: bool = False
     outdated: bool = False
     waiting: bool = False
-    since: dict[NodeId, int] = field(default_factory=dict)
     lost_lately: dict[NodeId, None] = field(default_factory=dict)
     newcomers: dict[NodeId, tuple[Term, int]] = field(default_factory=dict)
     gone: dict[NodeId, None] = field(default_factory=dict)
@@ -146,15 +143,18 @@ class Member(Actor):
             self.begin(ctx)
         return not self.computing and not self.waiting
 
-    def is_current(self, group: Group) -> bool:
-        """Whether a mean over `group` that I have called for still counts.
+    def is_current(self, reduced: Reduced) -> bool:
+        """Whether a mean that I have called for is of this round, and still counts.
 
         Not if I have become a newcomer since, and all who are in it are newcomers or gone too: they
         have been told that I have no model, and may begin without me.
         """
-        return not self.waiting or any(
-            node != self.me and node not in self.newcomers and node not in self.gone
-            for node in group
+        return reduced.round == self.number and (
+            not self.waiting
+            or any(
+                node != self.me and node not in self.newcomers and node not in self.gone
+                for node in reduced.group
+            )
         )
 
     def agree(self, group: Group) -> None:
@@ -165,20 +165,11 @@ class Member(Actor):
         """
         if self.me in group:
             self.invited_by, self.waiting = None, False
-        if group is not self.group and group != self.group:  # one object where nobody is ever lost
-            self.since = {node: self.round for node in group if node not in self.group} | self.since
-            self.regroup(node for node in group if node not in self.lost_lately)
+        self.group = group if not self.lost_lately else self.but_lost(group)
 
-    def regroup(self, members: Iterable[NodeId]) -> None:
-        """These take part: those who have been there longest first, then by rank."""
-        taking_part = set(members)
-        self.since = {node: number for node, number in self.since.items() if node in taking_part}
-        self.group = tuple(
-            sorted(
-                (node for node in self.everybody if node in taking_part),
-                key=lambda node: self.since.get(node, 0),
-            )
-        )
+    def but_lost(self, group: Group) -> Group:
+        """Those of a group who have not been lost in this round, in the same order."""
+        return tuple(node for node in group if node not in self.lost_lately)
 
     def next_round(self, ctx: Context) -> None:
         """All of `group` have taken their step, and `progress` is up to date: go on together.
@@ -203,7 +194,7 @@ class Member(Actor):
             case Lost(node=node, unreachable=False):
                 self.gone[node] = self.lost_lately[node] = None
                 self.newcomers.pop(node, None)
-                self.regroup(member for member in self.group if member != node)
+                self.group = self.but_lost(self.group)
                 self.absorbed = self.progress if self.holds else 0
                 if node == self.invited_by:
                     # Nobody else may know that I take part. If I went on by myself, there could be
@@ -250,9 +241,9 @@ class Member(Actor):
         self.term = state.term
         self.round = state.round
         self.progress = state.progress
-        self.since = {**state.since}
         # It may have been sent before its sender knew who is lost. The sender itself is there.
-        self.regroup(node for node in state.group if node == sender or node not in self.lost_lately)
+        self.lost_lately.pop(sender, None)
+        self.group = self.but_lost(state.group)
         self.newcomers = {
             node: number for node, number in self.newcomers.items() if node not in state.group
         }
@@ -282,31 +273,30 @@ class Member(Actor):
                 ctx.send(node, Hello(*self.reached))
 
     def start_if_nobody_else_can(self, ctx: Context) -> None:
-        """If I am a newcomer, and all others are gone or newcomers too: the one who knows most
-        starts.
+        """If I am a newcomer, and all others are gone or newcomers too: the one with the most
+        rounds starts.
         """
         known = {**self.newcomers, self.me: self.reached}
         if self.waiting and all(node in known or node in self.gone for node in self.everybody):
-            most = max(known.values())
+            most = max(known.values(), key=lambda reached: (reached[1], reached[0]))
             if self.me == next(node for node in self.everybody if known.get(node) == most):
                 self.waiting = False
-                latest, _ = most
-                self.term = latest[0] + 1, self.everybody.index(self.me)
-                self.since = {self.me: -1}  # before all whom I invite, so that I am the first
-                self.regroup((self.me,))
+                (times, _), _ = max(known.values())
+                self.term = times + 1, self.everybody.index(self.me)
+                self.group = (self.me,)
                 self.invite(ctx)
                 self.begin(ctx)
 
     def invite(self, ctx: Context) -> None:
         """As the holder: have all newcomers take part in this round."""
-        self.since |= dict.fromkeys(self.newcomers, self.round)
-        if self.newcomers:
-            self.regroup((*self.group, *self.newcomers))
+        new = [node for node in self.everybody if node in self.newcomers and node not in self.group]
+        if new:  # else it stays one object, where nobody is ever lost
+            self.group = (*self.group, *new)
         for node in self.newcomers:
             self.send_state(node, ctx)
 
     def send_state(self, to: NodeId, ctx: Context) -> None:
-        momentum, since = self.momentum(), {**self.since}
+        momentum = self.momentum()
         ctx.send(
             to,
             State(
@@ -316,7 +306,6 @@ class Member(Actor):
                 self.round,
                 self.progress,
                 self.group,
-                since,
             ),
         )
 

@@ -232,6 +232,8 @@ def recipes_of(
     Raises:
         UserError: something in them is unknown or impossible.
     """
+    if seeds < 1:
+        raise UserError(f"--seeds {seeds}: must be at least 1")
     if isinstance(chosen, str):
         labelled = [_labelled(text) for text in chosen.split(",") if text.strip()]
     else:

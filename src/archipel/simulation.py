@@ -363,9 +363,9 @@ def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         real=f"gradients of {pool.task.description}"
         if pool
         else "nothing: no gradients (task none)",
-        modelled=f"the clock: topology {recipe.topology.name}, profile {profile.name} "
-        f"({profile.model_bytes:,} bytes a model, {profile.step_time_s * 1e3:.6g} ms an inner step "
-        "at full speed)"
+        modelled=f"the clock and the bytes: topology {recipe.topology.name}, "
+        f"profile {profile.name} ({profile.model_bytes:,} bytes a model, "
+        f"{profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
         + in_stages(recipe)
         + (f", {len(faults)} faults on purpose" if recipe.faults is not None else ""),
         clock="modelled",

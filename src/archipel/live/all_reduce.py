@@ -94,7 +94,7 @@ class Waiting:
     since_s: float
     attempt: int = -1
     means: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    asking: list[NodeId] = field(default_factory=list)
+    asking: dict[NodeId, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -175,19 +175,20 @@ class AllReduces:
             case MeanQuery(round=round) if self.outcome and self.outcome.round == round:
                 self._settle(self.outcome, (sender,))
             case MeanQuery(round=round) if call := self.waiting.get(round):
-                call.asking.append(sender)
+                call.asking[sender] = None
 
     def lost(self, node: NodeId) -> None:
         self.losses += 1
         self.gone.add(node)
         self.held.pop(node, None)
         for round, call in list(self.waiting.items()):
-            if node in call.group:
-                call.group = tuple(member for member in call.group if member != node)
-                if call.group[0] == self.me:
-                    self._begin(round, call)
-                else:
-                    self._send(call.group[0], MeanQuery(round))
+            was_named = node in call.group
+            call.group = tuple(member for member in call.group if member != node)
+            if call.group[0] != self.me:
+                # Also if I have not named it: the leader may have, and it may have had my mean.
+                self._send(call.group[0], MeanQuery(round))
+            elif was_named:
+                self._begin(round, call)
         self._try_early()
 
     def joined(self, node: NodeId) -> None:

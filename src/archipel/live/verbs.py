@@ -108,6 +108,7 @@ class HostContext:
         timer.start()
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
+        self.node.check_steps(steps)
         self.node.begin_job()
         self.compute.train(theta, steps, progress)
 

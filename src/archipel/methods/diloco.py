@@ -69,9 +69,7 @@ class Worker(Member):
                         outer_gradient(self.theta, theta, self.outer.velocity.numel()),
                         self.number,
                     )
-            case Reduced(mean=gradient, group=group, round=self.number, refused=refused) if (
-                self.is_current(group)
-            ):
+            case Reduced(mean=gradient, group=group, refused=refused) if self.is_current(message):
                 if len(refused) < len(
                     group
                 ):  # else the mean is nobody's, and there is no step in this round

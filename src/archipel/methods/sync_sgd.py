@@ -43,9 +43,7 @@ class Worker(Member):
             case Gradient(vector=gradient):
                 if self.computed(ctx):
                     ctx.all_reduce(self.group, gradient, self.number)
-            case Reduced(mean=gradient, group=group, round=self.number, refused=refused) if (
-                self.is_current(group)
-            ):
+            case Reduced(mean=gradient, group=group, refused=refused) if self.is_current(message):
                 self.agree(group)
                 self.averaged = len(group) - len(refused)
                 if self.averaged:

@@ -14,7 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from archipel.report.comparison import Row, by_label, loss_names, rows, target_loss
-from archipel.report.results import Result
+from archipel.report.results import Result, points
+
+FEW = 4
+"""Fewer outer steps, or fewer losses after the start, say little of a method."""
 
 
 def headline(runs: Sequence[Result]) -> str:
@@ -60,6 +63,24 @@ def incidents(runs: Iterable[Result]) -> list[str]:
         for label, counts in totals.items()
         for (kind, node), count in counts.items()
     ]
+
+
+def too_few(runs: Iterable[Result]) -> list[str]:
+    """A line for each label whose runs have so few outer steps, or so few losses after the start,
+    that their times and losses say little of the method.
+    """
+    said = []
+    for label, group in by_label(list(runs)).items():
+        outer_steps = min(run.summary["outer_steps"] for run in group)
+        losses = min(
+            sum(time_s > 0 for time_s, _ in points(run, "time_s", "loss")) for run in group
+        )
+        if losses and min(outer_steps, losses) < FEW:
+            said.append(
+                f"{label} has {outer_steps} outer step{'s' * (outer_steps != 1)} and {losses} "
+                f"evaluation{'s' * (losses != 1)} after the start: too few to judge it"
+            )
+    return said
 
 
 def table(runs: Sequence[Result], target: float | None) -> Table:
@@ -204,7 +225,11 @@ def notes(runs: Sequence[Result], target: float | None) -> str:
             " Live runs have a measured clock and real bytes, the others modelled ones: "
             "compare within a kind only."
         )
-    several += "".join(f" {line}." for line in incidents(runs))
+    elif len({(run.summary["real"], run.summary["modelled"]) for run in runs}) > 1:
+        several += (
+            " These runs differ in what is real or what is modelled: compare like with like only."
+        )
+    several += "".join(f" {line}." for line in (*too_few(runs), *incidents(runs)))
     if target is None or not loss_names(runs):
         return f"All figures are of whole runs.{several}"
     chosen = (

@@ -72,6 +72,15 @@ class Node:
             recorder.refuses(sender, why, now)
         return why is not None
 
+    def check_steps(self, steps: int) -> None:
+        """Raise a TrainingError if the actor asks for less than one inner step: a method's mistake,
+        which would else look like a worker that idles.
+        """
+        if steps < 1:
+            raise TrainingError(
+                f"{self.actor.me} asked to train for {steps} inner steps: at least 1 is needed"
+            )
+
     def begin_job(self) -> None:
         """The worker begins to take inner steps.
 

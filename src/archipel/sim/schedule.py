@@ -270,6 +270,11 @@ def make_faults(
             case Partition():
                 for region in fault.regions:
                     _check(f"{place}.regions", region, regions)
+                if {*fault.regions} == {*regions}:
+                    raise UserError(
+                        f"{place}.regions = {fault.regions}: these are all regions, so that no "
+                        "link is down; name those on one side"
+                    )
             case LinkDown():
                 for region in fault.between:
                     _check(f"{place}.between", region, regions)

@@ -82,6 +82,7 @@ class NodeContext:
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
         engine, me = self.engine, self.me
+        engine.state.nodes[me].check_steps(steps)
         if engine.state.teams is not None:
             stages.train(engine, me, Request(theta.clone(), steps, progress))
             return
