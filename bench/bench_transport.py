@@ -448,7 +448,13 @@ class End:
 
 
 def goodput(
-    name: str, streams: int, mbit_s: float, latency_ms: float, loss: float, directions: int
+    name: str,
+    streams: int,
+    mbit_s: float,
+    latency_ms: float,
+    loss: float,
+    directions: int,
+    congestion: str,
 ) -> float:
     """The part of a link's rate that arrives as payload; the lower one, if in both directions."""
     from network import Network
@@ -462,7 +468,7 @@ def goodput(
         }
     )
     size, keys = int(SECONDS * mbit_s * 1e6 / 8), make_keys()
-    with Network(topology, loss=loss) as network:
+    with Network(topology, loss=loss, congestion=congestion) as network:
 
         def end(region: str, *arguments: object) -> End:
             environment = {**os.environ, "ARCHIPEL_BENCH_HOST": network.address(region)}
@@ -538,6 +544,7 @@ def main() -> None:
     parser.add_argument("--streams", default="1,8", help="how many, with commas")
     parser.add_argument("--links", default="", help="numbers of links, with commas; none: -")
     parser.add_argument("--messages", type=int, default=25, help="on this machine; 0: none")
+    parser.add_argument("--congestion", default="cubic", help="what both machines have")
     parser.add_argument("--ray", type=int, default=0, help="rounds against plain Ray actors")
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(TRANSPORTS)
@@ -568,7 +575,7 @@ def main() -> None:
         both = " both" if directions == 2 else ""
         print(f"{f'{mbit_s} Mbit/s {latency_ms} ms {100 * loss:g} %{both}':28}", end="")
         for one in chosen:
-            print(f"{goodput(*one, *link):14.3f}", end="", flush=True)
+            print(f"{goodput(*one, *link, arguments.congestion):14.3f}", end="", flush=True)
         print()
 
 

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from archipel.errors import UserError
-from archipel.transport import frames, sending, transport
+from archipel.transport import frames, sending, sockets, transport
 from archipel.transport.frames import Address, Chunk, FrameError, Hello, Payload
 from archipel.transport.keys import Keys
 from archipel.transport.transport import Transport
@@ -393,7 +393,7 @@ def test_another_user_of_the_machine_is_refused(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = make(Host, deadline_s=0.4), make(Host)
-    monkeypatch.setattr(transport.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(sockets.os, "getuid", lambda: 12345)
     first.send(second.address, [b"from another user"])
     assert f"another user listens as {second.address}" in first.failures.get(timeout=WAIT_S)[1]
     assert second.came.empty()

@@ -2,7 +2,8 @@
 
 What belongs here: who is let in, connections, deadlines, and the thread that all of it runs in.
 What does not: what the messages mean, and who sends them; the two ends of a stream (`sending.py`,
-`receiving.py`); what is said on it (`frames.py`); keys (`keys.py`).
+`receiving.py`); what is said on it (`frames.py`); keys (`keys.py`); what the kernel is told of a
+connection (`sockets.py`).
 
 A message arrives whole, once, and in the order of sending to that receiver; urgent ones may
 overtake. One that breaks off goes on where it stopped. If nothing at all arrives for `deadline_s`,
@@ -25,9 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -37,7 +36,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from archipel.errors import UserError
+from archipel.transport import sockets
 from archipel.transport.frames import Address, Hello, Payload
 from archipel.transport.keys import NAME, Keys
 from archipel.transport.receiving import Deliver, Inlet, ReceivingStream
@@ -51,15 +50,6 @@ CONNECT_S = 10.0
 
 MOST_STRANGERS = 256
 """Connections that have not shown the keys yet; one more, and the oldest is dropped."""
-
-SILENCE_S = 15
-"""A connection on which TCP gets no answer for so long is broken: another one is tried."""
-
-UNSENT_BYTES = 32768
-"""What the kernel takes beyond what it can send now: little, so that chunks wait in the queue."""
-
-HEADERS_BYTES = 52
-"""Of each packet: IP's, and TCP's with time stamps."""
 
 Failed = Callable[[Address, str], None]
 Result = TypeVar("Result")
@@ -115,8 +105,9 @@ class Transport:
         bind: the interface to listen on, if it is not that of `host`: "" for all of them.
         streams: to each receiver on another machine.
         deadline_s: longest time without anything that arrives.
-        congestion: TCP's congestion control, where the kernel has it and lets its users choose it;
-            else the machine's own. Far links that lose packets need BBR: see docs/decisions.md.
+        congestion: TCP's congestion control to far hosts, where the kernel has it and lets its
+            users choose it; else the machine's own. Far links that lose packets need BBR: see
+            docs/decisions.md.
 
     Attributes:
         address: where others reach this host.
@@ -149,7 +140,7 @@ class Transport:
         self.refused = self.closed_wire_bytes = 0
         self.tasks: list[asyncio.Task[None]] = []
         self.closed = False
-        self.listener = _listen(host if bind is None else bind, ports)
+        self.listener = sockets.listen(host if bind is None else bind, ports, MOST_STRANGERS)
         self.address = Address(host, self.listener.getsockname()[1])
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="transport", daemon=True)
@@ -318,7 +309,7 @@ class Transport:
                     ssl=self.for_peers,
                     server_hostname=NAME,
                 )
-        if local and not _same_user(stream.transport):
+        if local and not sockets.is_same_user(stream.transport.get_extra_info("socket")):
             stream.transport.abort()
             raise PermissionError(f"another user listens as {lane.address} on this machine")
         self._prepare(stream.transport)
@@ -327,15 +318,7 @@ class Transport:
     def _prepare(self, transport: asyncio.Transport) -> None:
         """A connection is there."""
         self.open[transport] = 0
-        connected = transport.get_extra_info("socket")
-        if connected.family != socket.AF_UNIX:
-            for level, option, value in _OPTIONS:
-                connected.setsockopt(level, option, value)
-            if sys.platform == "linux":
-                with contextlib.suppress(OSError):
-                    connected.setsockopt(
-                        socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode()
-                    )
+        sockets.prepare(transport.get_extra_info("socket"), self.congestion)
 
     def _gone(self, transport: asyncio.Transport) -> None:
         """A connection is no more. What it has sent since the last look is not counted: its socket
@@ -346,7 +329,8 @@ class Transport:
     def _count(self) -> None:
         """Look at what all connections have sent."""
         for transport in self.open:
-            self.open[transport] = _wire_bytes(transport) or self.open[transport]
+            if known := sockets.info(transport.get_extra_info("socket")):
+                self.open[transport] = known.wire_bytes
 
     # Streams that others open
 
@@ -390,8 +374,8 @@ class Transport:
 
     def _let_in(self, transport: asyncio.Transport) -> bool:
         """Whether a connection may stay."""
-        local = transport.get_extra_info("socket").family == socket.AF_UNIX
-        if local and not _same_user(transport):
+        connected = transport.get_extra_info("socket")
+        if sockets.is_local(connected) and not sockets.is_same_user(connected):
             self.refused += 1
             return False
         self._prepare(transport)
@@ -414,26 +398,6 @@ def _transfers(lanes: Iterable[Lane], now_s: float) -> list[Transfer]:
     return found
 
 
-def _listen(host: str, ports: Iterable[int]) -> socket.socket:
-    """A socket that listens on one of the ports; any, if there are none.
-
-    Raises:
-        UserError: it cannot.
-    """
-    ports, trouble = list(ports), ""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in ports or [0]:
-        try:
-            listener = socket.create_server((host, port), family=family, backlog=MOST_STRANGERS)
-        except OSError as error:
-            trouble = error.strerror or str(error)
-            continue
-        listener.setblocking(False)
-        return listener
-    where = f"ports {ports[0]} to {ports[-1]}" if ports else "a free port"
-    raise UserError(f"cannot listen on {where} of {host or 'any interface'}: {trouble}")
-
-
 def _local_name(run: str, address: Address) -> str:
     """Of the Unix socket on which a host of a run listens."""
     return f"\0archipel/{run[:32]}/{address}"
@@ -446,45 +410,3 @@ def _is_local(run: str, address: Address) -> bool:
     with socket.socket(socket.AF_UNIX) as tried:
         tried.setblocking(False)
         return tried.connect_ex(_local_name(run, address)) == 0
-
-
-def _same_user(transport: asyncio.Transport) -> bool:
-    """Whether the process at the other end of a Unix socket is one of this user's."""
-    connected = transport.get_extra_info("socket")
-    given = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(given)[1] == os.getuid())
-
-
-def _wire_bytes(transport: asyncio.Transport) -> int:
-    """What the kernel has sent over a connection, packet by packet."""
-    connected = transport.get_extra_info("socket")
-    if sys.platform != "linux" or connected is None or connected.family == socket.AF_UNIX:
-        return 0
-    try:
-        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    except OSError:
-        return 0
-    if len(info) < _INFO_BYTES:  # an old kernel
-        return 0
-    (segments,), (sent_bytes,) = _SEGMENTS.unpack_from(info, 136), _SENT.unpack_from(info, 200)
-    return int(sent_bytes + HEADERS_BYTES * segments)
-
-
-_CREDENTIALS = struct.Struct("=iII")  # process, user, group
-_SEGMENTS, _SENT = struct.Struct("=I"), struct.Struct("=Q")
-_INFO_BYTES = 208  # of the kernel's struct tcp_info, up to tcpi_bytes_sent
-
-_OPTIONS = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *(
-        (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in {
-            "TCP_KEEPIDLE": SILENCE_S,
-            "TCP_KEEPINTVL": 5,
-            "TCP_KEEPCNT": 3,
-            "TCP_USER_TIMEOUT": 1000 * SILENCE_S,
-            "TCP_NOTSENT_LOWAT": UNSENT_BYTES,
-        }.items()
-        if hasattr(socket, name)
-    ),
-]
