@@ -339,9 +339,9 @@ class ArchipelTls(Archipel):
     """The same as if the other end were on another machine."""
 
     def connect(self, *arguments: Any) -> Callable[[Chunks], None]:
-        from archipel.transport.transport import Transport
+        from archipel.transport import sockets
 
-        Transport._is_local = lambda self, address: False  # type: ignore[method-assign]
+        sockets.HAS_LOCAL = False  # type: ignore[misc]
         return super().connect(*arguments)
 
 

@@ -395,8 +395,13 @@ def test_another_user_of_the_machine_is_refused(
     first, second = make(Host, deadline_s=0.4), make(Host)
     monkeypatch.setattr(sockets.os, "getuid", lambda: 12345)
     first.send(second.address, [b"from another user"])
-    assert f"another user listens as {second.address}" in first.failures.get(timeout=WAIT_S)[1]
+    assert f"another user listens as {second.address} here" in first.failures.get(timeout=WAIT_S)[1]
     assert second.came.empty()
+    with closing(socket.socket(socket.AF_UNIX)) as stranger:  # one that asks nobody
+        stranger.settimeout(WAIT_S)
+        stranger.connect(second.transport._local_name(second.address))
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
     assert second.transport.traffic().refused > 0
 
 
@@ -484,7 +489,7 @@ def test_a_stranger_who_speaks_to_the_local_socket_without_a_hello_is_dropped(ma
     host = make(Host)
     with closing(socket.socket(socket.AF_UNIX)) as stranger:
         stranger.settimeout(WAIT_S)
-        stranger.connect(transport._local_name(host.transport.run, host.address))
+        stranger.connect(host.transport._local_name(host.address))
         stranger.sendall(bytes(1000))
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""

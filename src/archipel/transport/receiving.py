@@ -166,7 +166,7 @@ class ReceivingStream(asyncio.BufferedProtocol):
 
     Args:
         find: the inlet of whoever says hello.
-        let_in: whether a connection may stay, asked when it is there.
+        begun: told when it is there.
         gone: told when it is no more.
     """
 
@@ -175,10 +175,10 @@ class ReceivingStream(asyncio.BufferedProtocol):
     def __init__(
         self,
         find: Callable[[Hello], Inlet],
-        let_in: Callable[[asyncio.Transport], bool],
+        begun: Callable[[asyncio.Transport], None],
         gone: Callable[[asyncio.Transport], None],
     ) -> None:
-        self.find, self.let_in, self.gone = find, let_in, gone
+        self.find, self.begun, self.gone = find, begun, gone
         self.inlet: Inlet | None = None
         self.chunk: Chunk | None = None
         self.head = memoryview(bytearray(max(HELLO_BYTES, CHUNK_BYTES)))
@@ -190,8 +190,7 @@ class ReceivingStream(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        if not self.let_in(transport):
-            transport.abort()
+        self.begun(transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self.target[self.filled :]

@@ -132,15 +132,12 @@ class SendingStream(asyncio.Protocol):
     Args:
         lane: whose chunks it carries.
         gone: told when the connection is no more.
-        local: it does not leave this machine, and is not encrypted.
     """
 
     transport: asyncio.Transport
 
-    def __init__(
-        self, lane: Lane, gone: Callable[[asyncio.Transport], None], *, local: bool
-    ) -> None:
-        self.lane, self.gone, self.local = lane, gone, local
+    def __init__(self, lane: Lane, gone: Callable[[asyncio.Transport], None]) -> None:
+        self.lane, self.gone = lane, gone
         self.unanswered: dict[tuple[bool, int, int], Sent] = {}
         self.answers = b""
         self.stirred = asyncio.Event()  # something may have changed for `carry`
@@ -184,7 +181,7 @@ class SendingStream(asyncio.Protocol):
         """Carry chunks until the connection is lost, or there have been none for long."""
         self.queue = queue
         queue.streams.add(self)
-        if self.local:
+        if self.lane.local:
             # For chunks, which asyncio's transports would copy once more.
             self.plain = self.transport.get_extra_info("socket").dup()
         try:
@@ -209,7 +206,7 @@ class SendingStream(asyncio.Protocol):
 
     def _limit(self) -> int:
         """Most bytes of a chunk."""
-        if self.local:
+        if self.lane.local:
             return LOCAL_CHUNK_BYTES
         fast = self.lane.rate.bytes_per_s(self.lane.now()) >= FAST_BYTES_PER_S
         return FAST_CHUNK_BYTES if fast else CHUNK_BYTES
@@ -248,6 +245,7 @@ class Lane:
         open_stream: connects.
         streams: for large messages, at most.
         loop: that all of it runs in.
+        local: the receiver is on this machine, and nothing is encrypted.
 
     Attributes:
         messages: that have not wholly arrived, in the order of sending.
@@ -263,8 +261,11 @@ class Lane:
         open_stream: Open,
         streams: int,
         loop: asyncio.AbstractEventLoop,
+        *,
+        local: bool,
     ) -> None:
         self.address, self.me, self.life = address, me, secrets.token_bytes(16)
+        self.local = local
         self.open_stream, self.streams, self.loop = open_stream, streams, loop
         self.now = loop.time
         self.number = 0
@@ -277,8 +278,8 @@ class Lane:
     def hello(self) -> Hello:
         return Hello(self.life, self.number, self.me)
 
-    def send(self, payload: Payload, *, urgent: bool, local: bool) -> None:
-        """Put a message on its way; `local`: the receiver is on this machine."""
+    def send(self, payload: Payload, *, urgent: bool) -> None:
+        """Put a message on its way."""
         if not self.messages:
             self.moved_s = self.now()
         number = self.numbers[urgent]
@@ -287,7 +288,7 @@ class Lane:
         small = payload.size <= SMALL_BYTES
         queue = self.small if small else self.large
         queue.messages.append(message)
-        self._stir(queue, 1 if small or local else self.streams)
+        self._stir(queue, 1 if small else self.streams)
 
     def arrived(self, message: Outgoing, size: int) -> None:
         """So much more of a message is there."""

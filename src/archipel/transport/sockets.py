@@ -7,6 +7,7 @@ nothing breaks. What does not: what is sent.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -30,6 +31,10 @@ FAR_S = 0.01
 """A round trip from which on a receiver is far. For near ones the machine's own congestion
 control is better than BBR, which through short queues leaves some of the rate unused.
 """
+
+
+HAS_LOCAL = sys.platform == "linux"
+"""Whether Unix sockets have an abstract namespace here."""
 
 
 class Info(NamedTuple):
@@ -64,6 +69,44 @@ def listen(host: str, ports: Sequence[int], backlog: int) -> socket.socket:
     raise UserError(f"cannot listen on {where} of {host or 'any interface'}: {trouble}")
 
 
+def listen_locally(name: str) -> list[socket.socket]:
+    """A Unix socket that listens under a name of Linux's abstract namespace; elsewhere none."""
+    if not HAS_LOCAL:
+        return []
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen()
+    listener.setblocking(False)
+    return [listener]
+
+
+def listens_locally(name: str) -> bool:
+    """Whether somebody listens under that name on this machine."""
+    if not HAS_LOCAL:
+        return False
+    with socket.socket(socket.AF_UNIX) as tried:
+        tried.setblocking(False)
+        return tried.connect_ex(name) in (0, errno.EAGAIN)  # EAGAIN: it has much to accept
+
+
+def connect_locally(name: str) -> socket.socket:
+    """A connection to whoever listens under that name.
+
+    Raises:
+        OSError: there is none, or it is another user's.
+    """
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.setblocking(False)
+        connected.connect(name)
+        if not is_same_user(connected):
+            raise PermissionError(f"another user listens as {name.rpartition('/')[2]} here")
+    except OSError:
+        connected.close()
+        raise
+    return connected
+
+
 def prepare(connected: TransportSocket, congestion: str) -> None:
     """Set a connection's options.
 
@@ -81,12 +124,12 @@ def prepare(connected: TransportSocket, congestion: str) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
 
 
-def is_local(connected: TransportSocket) -> bool:
+def is_local(connected: socket.socket | TransportSocket) -> bool:
     """Whether it is a Unix socket."""
-    return sys.platform == "linux" and connected.family == socket.AF_UNIX
+    return HAS_LOCAL and connected.family == socket.AF_UNIX
 
 
-def is_same_user(connected: TransportSocket) -> bool:
+def is_same_user(connected: socket.socket | TransportSocket) -> bool:
     """Whether the process at the other end of a Unix socket is one of this user's."""
     given = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(given)[1] == os.getuid())

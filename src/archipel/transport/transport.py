@@ -27,7 +27,6 @@ import asyncio
 import contextlib
 import hashlib
 import socket
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -140,8 +139,9 @@ class Transport:
         self.refused = self.closed_wire_bytes = 0
         self.tasks: list[asyncio.Task[None]] = []
         self.closed = False
-        self.listener = sockets.listen(host if bind is None else bind, ports, MOST_STRANGERS)
-        self.address = Address(host, self.listener.getsockname()[1])
+        listener = sockets.listen(host if bind is None else bind, ports, MOST_STRANGERS)
+        self.address = Address(host, listener.getsockname()[1])
+        self.listeners = [listener, *sockets.listen_locally(self._local_name(self.address))]
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="transport", daemon=True)
         self.thread.start()
@@ -195,7 +195,8 @@ class Transport:
             self._ask(self._end())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
-        self.listener.close()
+        for listener in self.listeners:
+            listener.close()
 
     def _ask(self, question: Coroutine[Any, Any, Result]) -> Result:
         assert threading.current_thread() is not self.thread, "deliver and failed must not wait"
@@ -212,18 +213,13 @@ class Transport:
             self.loop.close()
 
     async def _begin(self) -> None:
-        for work in (self._accept(), self._look()):
-            self.tasks.append(self.loop.create_task(work))
-        self.local_server: asyncio.Server | None = None
-        if sys.platform == "linux":
-            self.local_server = await self.loop.create_unix_server(
-                self._receiving_stream, _local_name(self.run, self.address)
-            )
+        for listener in self.listeners:
+            self._listen(listener)
+        self.tasks.append(self.loop.create_task(self._look()))
 
     async def _end(self) -> None:
-        if self.local_server is not None:
-            self.local_server.close()
-        await asyncio.sleep(0)  # connections that have been accepted have a task each from now on
+        for listener in self.listeners:
+            self.loop.remove_reader(listener)
         for lane in self.lanes.values():
             lane.close()
         for transport in list(self.open):
@@ -245,8 +241,11 @@ class Transport:
     def _send(self, to: Address, payload: Payload, urgent: bool) -> None:
         lane = self.lanes.get(to)
         if lane is None:
-            lane = self.lanes[to] = Lane(to, self.address, self._connect, self.streams, self.loop)
-        lane.send(payload, urgent=urgent, local=_is_local(self.run, to))
+            local = sockets.listens_locally(self._local_name(to))
+            streams = 1 if local else self.streams
+            lane = Lane(to, self.address, self._connect, streams, self.loop, local=local)
+            self.lanes[to] = lane
+        lane.send(payload, urgent=urgent)
 
     def _forget(self, to: Address) -> None:
         if lane := self.lanes.get(to):
@@ -287,6 +286,10 @@ class Transport:
             refused=self.refused,
         )
 
+    def _local_name(self, address: Address) -> str:
+        """Of the Unix socket on which a host of this run listens."""
+        return f"\0archipel/{self.run[:32]}/{address}"
+
     # Streams that this host opens
 
     async def _connect(self, lane: Lane) -> SendingStream:
@@ -295,23 +298,15 @@ class Transport:
         Raises:
             OSError: it cannot be opened.
         """
-        local = _is_local(self.run, lane.address)
+        begin = partial(SendingStream, lane, self._gone)
         async with asyncio.timeout(CONNECT_S):
-            if local:
-                _, stream = await self.loop.create_unix_connection(
-                    lambda: SendingStream(lane, self._gone, local=True),
-                    _local_name(self.run, lane.address),
-                )
+            if lane.local:
+                connected = sockets.connect_locally(self._local_name(lane.address))
+                _, stream = await self.loop.create_unix_connection(begin, sock=connected)
             else:
                 _, stream = await self.loop.create_connection(
-                    lambda: SendingStream(lane, self._gone, local=False),
-                    *lane.address,
-                    ssl=self.for_peers,
-                    server_hostname=NAME,
+                    begin, *lane.address, ssl=self.for_peers, server_hostname=NAME
                 )
-        if local and not sockets.is_same_user(stream.transport.get_extra_info("socket")):
-            stream.transport.abort()
-            raise PermissionError(f"another user listens as {lane.address} on this machine")
         self._prepare(stream.transport)
         return stream
 
@@ -334,20 +329,29 @@ class Transport:
 
     # Streams that others open
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = await self.loop.sock_accept(self.listener)
-            except OSError:  # too many open files, for example
-                await asyncio.sleep(1.0)
-                continue
-            if len(self.strangers) >= MOST_STRANGERS:
-                oldest = next(iter(self.strangers))
-                del self.strangers[oldest]
-                oldest.cancel()
-            task = self.loop.create_task(self._admit(connected))
-            self.strangers[task] = None
-            task.add_done_callback(partial(self._decided, connected))
+    # Not by `sock_accept` or a server of asyncio's: both lose a connection, and leave it open, if
+    # they are ended just when it has been accepted.
+
+    def _listen(self, listener: socket.socket) -> None:
+        self.loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connected, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+            return
+        except OSError:  # too many open files, for example
+            self.loop.remove_reader(listener)
+            self.loop.call_later(1.0, self._listen, listener)
+            return
+        connected.setblocking(False)
+        if len(self.strangers) >= MOST_STRANGERS:
+            oldest = next(iter(self.strangers))
+            del self.strangers[oldest]
+            oldest.cancel()
+        task = self.loop.create_task(self._admit(connected))
+        self.strangers[task] = None
+        task.add_done_callback(partial(self._decided, connected))
 
     def _decided(self, connected: socket.socket, task: asyncio.Task[bool]) -> None:
         """A stranger has been let in, or not."""
@@ -357,7 +361,14 @@ class Transport:
             self.refused += 1
 
     async def _admit(self, connected: socket.socket) -> bool:
-        """Let in whoever has the keys; whether it has."""
+        """Let in whoever has the keys, or is a process of this user on this machine; whether it
+        is so.
+        """
+        if sockets.is_local(connected):
+            if not sockets.is_same_user(connected):
+                return False
+            await self.loop.connect_accepted_socket(self._receiving_stream, connected)
+            return True
         try:
             await self.loop.connect_accepted_socket(
                 self._receiving_stream,
@@ -370,16 +381,7 @@ class Transport:
         return True
 
     def _receiving_stream(self) -> ReceivingStream:
-        return ReceivingStream(self._inlet, self._let_in, self._gone)
-
-    def _let_in(self, transport: asyncio.Transport) -> bool:
-        """Whether a connection may stay."""
-        connected = transport.get_extra_info("socket")
-        if sockets.is_local(connected) and not sockets.is_same_user(connected):
-            self.refused += 1
-            return False
-        self._prepare(transport)
-        return True
+        return ReceivingStream(self._inlet, self._prepare, self._gone)
 
     def _inlet(self, hello: Hello) -> Inlet:
         return self.inlets.setdefault(hello.life, Inlet(hello, self.deliver))
@@ -396,17 +398,3 @@ def _transfers(lanes: Iterable[Lane], now_s: float) -> list[Transfer]:
             left_s = before / rate if rate else None
             found.append(Transfer(lane.address, done, total, rate, left_s))
     return found
-
-
-def _local_name(run: str, address: Address) -> str:
-    """Of the Unix socket on which a host of a run listens."""
-    return f"\0archipel/{run[:32]}/{address}"
-
-
-def _is_local(run: str, address: Address) -> bool:
-    """Whether a host of a run listens on this machine."""
-    if sys.platform != "linux":
-        return False
-    with socket.socket(socket.AF_UNIX) as tried:
-        tried.setblocking(False)
-        return tried.connect_ex(_local_name(run, address)) == 0
