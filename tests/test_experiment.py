@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import archipel
+from archipel import methods
 from archipel.errors import Diverged, UserError
 from archipel.recipe import Recipe, parse_recipe
 
@@ -100,6 +101,18 @@ def test_what_cannot_run_is_refused_and_leaves_no_folder(
         archipel.simulate({"method": "halos", "task": "none", "run": {"tokens": 10}})
     assert not list(tmp_path.rglob("*.yaml"))
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_every_method_trains_and_is_compared(tmp_path: Path) -> None:
+    """Methods differ in what they count: synchronous SGD has no outer steps."""
+    small = {"task.layers": 1, "task.width": 16, "task.heads": 2, "task.sequence": 16}
+    settings = small | {"task.valid_sequences": 8, "run.evaluations": 4}
+    compared = archipel.compare(
+        task="synthetic", steps=160, settings=settings, processes=1, out=tmp_path
+    )
+    assert {result.summary["method"] for result in compared.results} == set(methods.names())
+    assert all(result.summary["final_loss"] for result in compared.results)
+    assert "too few to judge it" in (tmp_path / "report.html").read_text()
 
 
 def test_runs_that_diverge_are_named_and_the_others_compared(tmp_path: Path) -> None:

@@ -381,22 +381,42 @@ def test_runs_of_different_worlds_are_not_compared_in_silence(
 
 
 @pytest.mark.parametrize(
-    ("losses", "outer_steps", "said"),
+    ("losses", "outer_steps", "absorbed_steps", "said"),
     [
-        ([3.0, 2.0, 1.9, 1.8, 1.7], 4, None),
+        ([3.0, 2.0, 1.9, 1.8, 1.7], 4, 400, None),
         (
             [3.0, 2.0, 1.9, 1.8, 1.7],
             3,
+            400,
             "one has 3 outer steps and 4 evaluations after the start: too few to judge it.",
         ),
-        ([3.0, 2.0], 9, "one has 9 outer steps and 1 evaluation after the start: too few to judge"),
-        ([None, None], 1, None),  # nothing is trained
+        (
+            [3.0, 2.0],
+            9,
+            400,
+            "one has 9 outer steps and 1 evaluation after the start: too few to judge it.",
+        ),
+        # A method without outer steps, as synchronous SGD; and one that got to none.
+        ([3.0, 2.0, 1.9, 1.8, 1.7], None, 400, None),
+        ([3.0, 2.0], None, 400, "one has 1 evaluation after the start: too few to judge it."),
+        (
+            [3.0, 3.0, 3.0, 3.0, 3.0],
+            None,
+            0,
+            "one has 0 outer steps and 4 evaluations after the start: too few to judge it.",
+        ),
+        ([None, None], 1, 400, None),  # nothing is trained
     ],
 )
 def test_a_method_that_hardly_took_a_step_is_named(
-    losses: list[float | None], outer_steps: int, said: str | None, tmp_path: Path
+    losses: list[float | None],
+    outer_steps: int | None,
+    absorbed_steps: int,
+    said: str | None,
+    tmp_path: Path,
 ) -> None:
-    run = write_run(tmp_path / "one", "one", losses, outer_steps=outer_steps)
+    counted = {"outer_steps": outer_steps, "absorbed_steps": absorbed_steps}
+    run = write_run(tmp_path / "one", "one", losses, **counted)
     notes = words.notes([run], 2.0 if losses[0] else None)
     assert ("too few" in notes) == (said is not None)
     assert said is None or said in notes

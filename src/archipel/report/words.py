@@ -71,14 +71,20 @@ def too_few(runs: Iterable[Result]) -> list[str]:
     """
     said = []
     for label, group in by_label(list(runs)).items():
-        outer_steps = min(run.summary["outer_steps"] for run in group)
         losses = min(
             sum(time_s > 0 for time_s, _ in points(run, "time_s", "loss")) for run in group
         )
-        if losses and min(outer_steps, losses) < FEW:
+        outer_steps = min(run.summary["outer_steps"] or 0 for run in group)
+        # Synchronous SGD takes no outer steps, and yet all that is trained is in its model.
+        if not outer_steps and all(run.summary.get("absorbed_steps") for run in group):
+            few, counted = losses, ""
+        else:
+            few = min(outer_steps, losses)
+            counted = f"{outer_steps} outer step{'s' * (outer_steps != 1)} and "
+        if losses and few < FEW:
             said.append(
-                f"{label} has {outer_steps} outer step{'s' * (outer_steps != 1)} and {losses} "
-                f"evaluation{'s' * (losses != 1)} after the start: too few to judge it"
+                f"{label} has {counted}{losses} evaluation{'s' * (losses != 1)} after the start: "
+                "too few to judge it"
             )
     return said
 
