@@ -333,23 +333,65 @@ def test_bytes_have_three_digits(tmp_path: Path, count: float, shown: str) -> No
     )
 
 
-def test_timing_only_runs_are_compared_by_time(tmp_path: Path) -> None:
-    slow = write_run(tmp_path / "slow", "slow", [None, None], every_s=3725.0, loss_name=None)
-    fast = write_run(tmp_path / "fast", "fast", [None, None], every_s=59.6)
-    assert report.target_loss([slow, fast]) is None
-    lines = [" ".join(line.split()) for line in printed([slow, fast], None).splitlines()]
-    assert lines == [
-        "method time inner steps outer steps bytes over slow links idle",
-        "fast 0:01:00 400 8 2.50 GB 12.5%",
-        "slow 1:02:05 400 8 2.50 GB 12.5%",
-        "All figures are of whole runs.",
+def timing(directory: Path, label: str, time_s: float, steps: int, **more: Any) -> report.Result:
+    """A run in which nothing was trained."""
+    return write_run(
+        directory,
+        label,
+        [None, None],
+        every_s=time_s,
+        inner_steps=steps,
+        loss_name=None,
+        **more,
+    )
+
+
+def test_timing_only_runs_are_compared_by_time_per_inner_step(tmp_path: Path) -> None:
+    """Each method stops at its own distance behind the plan: the run that ends first is not the
+    fastest.
+    """
+    slow = timing(tmp_path / "slow", "slow", 3725.0, 1000)
+    short = timing(tmp_path / "short", "short", 59.6, 1000)  # 59.6 ms a step
+    further = timing(tmp_path / "further", "further", 60.4, 1100)  # 54.9 ms a step
+    runs = [slow, short, further]
+    assert report.target_loss(runs) is None
+    rows = report.rows(runs, None)
+    assert [row["label"] for row in rows] == ["further", "short", "slow"]
+    assert [row["time_per_step_s"] for row in rows] == pytest.approx([60.4 / 1100, 0.0596, 3.725])
+    lines = [" ".join(line.split()) for line in printed(runs, None).splitlines()]
+    assert lines[:4] == [
+        "method time per inner step time inner steps outer steps bytes over slow links idle",
+        "further 54.9 ms 0:01:00 1,100 8 2.50 GB 12.5%",
+        "short 59.6 ms 0:01:00 1,000 8 2.50 GB 12.5%",
+        "slow 3.73 s 1:02:05 1,000 8 2.50 GB 12.5%",
     ]
-    page = report.write([slow, fast], tmp_path / "out").read_text()
-    assert "No losses to compare: this is about time and bytes." in page
+    assert " ".join(lines[4:]) == (
+        "All figures are of whole runs. A run ends when its model changes at or after the planned "
+        "inner steps, and with some methods that is many steps later: compare times per inner "
+        "step, by which the methods are ordered."
+    )
+    page = report.write(runs, tmp_path / "out").read_text()
+    assert (
+        "further takes the least time per inner step, 54.9 ms; slow takes 67.8× as long. No losses "
+        "to compare: this is about time and bytes."
+    ) in page
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "report.html",
         "timeline.png",
     ]
+
+
+def test_the_time_per_inner_step_is_a_mean_over_seeds_of_runs_that_have_some(
+    tmp_path: Path,
+) -> None:
+    seeds = [timing(tmp_path / f"{n}", "halos", 60.0, 1000 * n, seed=n) for n in (1, 2)]
+    nothing = timing(tmp_path / "nothing", "nothing", 0.0, 0)
+    last, first = report.rows([nothing, *seeds], None)[::-1]
+    assert first["time_per_step_s"] == pytest.approx(0.045)
+    assert first["time_per_step_s_sd"] == pytest.approx(statistics.stdev([0.06, 0.03]))
+    assert (last["label"], last["time_per_step_s"]) == ("nothing", None)
+    assert "60.0 ms" not in printed([nothing, *seeds], None)
+    assert "45.0 ms ±21.2 ms" in printed([nothing, *seeds], None)
 
 
 def test_headline_says_what_is_real_and_what_is_modelled(

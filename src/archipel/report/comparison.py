@@ -5,11 +5,13 @@ drawn (`plots.py`).
 
 The comparison is the published one (HALoS, arXiv 2506.04531): the time on the run's clock until the
 loss reaches a target. Runs with equal labels are seeds of one method. Runs without losses (`task:
-none`) are compared by time and bytes only.
+none`) are compared by time per inner step and by bytes: a run ends when its model changes for the
+first time at or after the planned inner steps, which is a few or many steps later.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import Any
@@ -101,12 +103,20 @@ def time_to_target_s(run: Result, target: float | None) -> float | None:
     return found and found[0]
 
 
+def time_per_step_s(run: Result) -> float | None:
+    """Seconds on the run's clock for each inner step of all workers together; None if there are no
+    inner steps.
+    """
+    steps: int = run.summary["inner_steps"]
+    return run.summary["time_s"] / steps if steps else None
+
+
 def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
     """One row for each label, over its seeds: what the tables show, before it is formatted.
 
     First the labels of which most seeds reach the target, among them the fastest; those that never
-    reach it come last, by final loss. Without losses, the shortest run comes first. Raises
-    ReportError if there are no runs, or if their losses differ in kind.
+    reach it come last, by final loss. Without losses, the one that takes the least time per inner
+    step comes first. Raises ReportError if there are no runs, or if their losses differ in kind.
 
     Keys of a row:
         label, seeds, reached: the label, how many runs have it, and how many of these reach the
@@ -120,6 +130,8 @@ def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
         times_slower: time of this label ÷ time of the fastest; 1.0 is the fastest. The published
             comparison quotes this one. Both ratios are among labels with the same clock, and None
             unless all seeds reach the target: a mean over the lucky ones would flatter.
+        time_per_step_s: seconds of a run ÷ inner steps that all its workers together have trained
+            in them, mean over the runs; None if one of them has trained none.
         final_loss, time_s, inner_steps, outer_steps, tokens, unreported_fraction, slow_link_bytes,
             idle_fraction: means; None if a run lacks it. `inner_steps` and `tokens` are those
             trained, `unreported_fraction` the share of them that is not in the model.
@@ -139,6 +151,9 @@ def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
         row["time_to_target_s_grid"], _ = mean_and_sd([half_s for _, half_s in met])
         for key in MEANS:
             row[key], row[f"{key}_sd"] = mean_and_sd([run.summary.get(key) for run in group])
+        row["time_per_step_s"], row["time_per_step_s_sd"] = mean_and_sd(
+            [time_per_step_s(run) for run in group]
+        )
         result.append(row)
     for row in result:
         same = [
@@ -154,7 +169,7 @@ def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
         result,
         key=lambda row: (
             -row["reached"] / row["seeds"],
-            row["time_to_target_s"] or row["final_loss"] or row["time_s"],
+            row["time_to_target_s"] or row["final_loss"] or row["time_per_step_s"] or math.inf,
         ),
     )
 

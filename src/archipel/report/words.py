@@ -125,6 +125,7 @@ def table_cells(
         ("times slower than the fastest", "times_slower", _factor, trained and slower),
         ("final loss", "final_loss", "{:.3f}".format, trained),
         ("tokens", "tokens", lambda value: _prefixed(value, "", " k", " M", " B", " T"), trained),
+        ("time per inner step", "time_per_step_s", _duration, not trained),
         ("time", "time_s", clock, not trained),
         ("inner steps", "inner_steps", "{:,.0f}".format, not trained),
         ("not in the model", "unreported_fraction", "{:.0%}".format, partly),
@@ -182,6 +183,11 @@ def clock_format(largest_s: float) -> Callable[[float], str]:
     )
 
 
+def _duration(seconds: float) -> str:
+    """A short time, in the unit that fits: `2.21 s`, `39.6 ms`, `850 µs`."""
+    return _prefixed(seconds * 1e6, " µs", " ms", " s")
+
+
 def _factor(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1}f}×"
 
@@ -195,7 +201,7 @@ def _seeds(runs: Sequence[Result]) -> str:
 def finding(compared: Sequence[Row], target: float | None) -> str:
     """The result in one sentence."""
     if target is None or all(row["final_loss"] is None for row in compared):
-        return "No losses to compare: this is about time and bytes."
+        return _fastest_per_step(compared)
     if not (reach := [row for row in compared if row["speed_up"] is not None]):
         return "No method reaches the target loss with all of its seeds."
     if len({row["clock"] for row in reach}) > 1:
@@ -212,6 +218,20 @@ def finding(compared: Sequence[Row], target: float | None) -> str:
     return (
         f"{reach[0]['label']} reaches the target loss {'first, ' if slowest else ''}after "
         f"{time}{slowest}."
+    )
+
+
+def _fastest_per_step(compared: Sequence[Row]) -> str:
+    """The result where there are no losses."""
+    about = "No losses to compare: this is about time and bytes."
+    known = [row for row in compared if row["time_per_step_s"]]
+    if len(known) < 2 or len({row["clock"] for row in known}) > 1:
+        return about
+    first, last = known[0], known[-1]
+    return (
+        f"{first['label']} takes the least time per inner step, "
+        f"{_duration(first['time_per_step_s'])}; {last['label']} takes "
+        f"{_factor(last['time_per_step_s'] / first['time_per_step_s'])} as long. {about}"
     )
 
 
@@ -237,7 +257,11 @@ def notes(runs: Sequence[Result], target: float | None) -> str:
         )
     several += "".join(f" {line}." for line in (*too_few(runs), *incidents(runs)))
     if target is None or not loss_names(runs):
-        return f"All figures are of whole runs.{several}"
+        return (
+            "All figures are of whole runs. A run ends when its model changes at or after the "
+            "planned inner steps, and with some methods that is many steps later: compare times "
+            f"per inner step, by which the methods are ordered.{several}"
+        )
     chosen = (
         "the loss that the worst of these runs ends at"
         if target == target_loss(runs)
