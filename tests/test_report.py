@@ -653,15 +653,56 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
 def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_starting(
     tmp_path: Path,
 ) -> None:
-    """A run that ends above where it started sets such a target; it is met at the first evaluation
-    after the start.
-    """
-    worse = write_run(tmp_path / "worse", "worse", [3.0, 1.0, 9.0])
+    """It is met at the first evaluation after the start."""
+    fast = write_run(tmp_path / "fast", "fast", [3.0, 1.0, 0.5])
+    slow = write_run(tmp_path / "slow", "slow", [3.0, 2.0, 1.0], every_s=40.0)
+    assert [row["speed_up"] for row in report.rows([fast, slow], 9.0)] == [4.0, 1.0]
+    report.write([fast, slow], tmp_path / "out", 3.0)  # a target between the starts' losses
+
+
+@pytest.mark.parametrize("losses", [[3.0, 1.0, 9.0], [3.0, 1.0, float("nan")], [3.0, 1.0, 3.01]])
+def test_a_run_that_diverged_gets_no_speed_up_and_sets_no_target(
+    losses: list[float], tmp_path: Path
+) -> None:
+    """It meets the target before the others do, and then its loss rises."""
+    worse = write_run(tmp_path / "worse", "worse", losses)
     better = write_run(tmp_path / "better", "better", [3.0, 2.0, 1.0], every_s=40.0)
-    target = report.target_loss([worse, better])
-    assert target == 9.0
-    assert [row["speed_up"] for row in report.rows([worse, better], target)] == [4.0, 1.0]
-    report.write([worse, better], tmp_path / "out", 3.0)  # a target between the starts' losses
+    third = write_run(tmp_path / "third", "third", [3.0, 2.5, 1.5], every_s=80.0)
+    runs = [worse, better, third]
+    target = report.target_loss(runs)
+    assert target == 1.5
+    rows = report.rows(runs, target)
+    assert [row["label"] for row in rows] == ["better", "third", "worse"]
+    assert [row["diverged"] for row in rows] == [0, 0, 1]
+    assert [row["speed_up"] for row in rows] == pytest.approx([160 / 60, 1.0, None])
+    assert [row["times_slower"] for row in rows] == pytest.approx([1.0, 160 / 60, None])
+    page = report.write(runs, tmp_path / "out").read_text()
+    assert "better reaches the target loss first, after 60.0 s; third takes 2.67×" in page
+    assert "worse has diverged: it ends with a loss above the one that it began with, or" in page
+
+
+def test_one_seed_that_diverges_takes_its_method_out_of_the_comparison(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"{n}", "halos", losses, seed=n)
+        for n, losses in enumerate([[3.0, 1.0, 0.5], [3.0, 1.0, 4.0]])
+    ]
+    assert report.target_loss(runs) == 0.5
+    [row] = report.rows(runs, 2.0)
+    assert (row["reached"], row["diverged"], row["speed_up"]) == (2, 1, None)
+    assert "halos has diverged with 1 of 2 seeds: it ends" in words.notes(runs, 2.0)
+    said = "No method reaches the target loss with all of its seeds and does not diverge."
+    assert words.finding([row], 2.0) == said
+
+
+def test_where_all_runs_diverged_the_worst_one_still_sets_the_target(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{end}", f"to-{end}", [3.0, 1.0, float(end)]) for end in (4, 5)]
+    assert report.target_loss(runs) == 5.0
+    assert [row["speed_up"] for row in report.rows(runs, 5.0)] == [None, None]
+
+
+def test_a_run_that_is_stopped_right_after_its_start_has_not_diverged(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "run", [3.0], stopped="interrupted")
+    assert [row["diverged"] for row in report.rows([run], 3.0)] == [0]
 
 
 # Runs that are not seeds of one experiment

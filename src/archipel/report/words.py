@@ -203,7 +203,8 @@ def finding(compared: Sequence[Row], target: float | None) -> str:
     if target is None or all(row["final_loss"] is None for row in compared):
         return _fastest_per_step(compared)
     if not (reach := [row for row in compared if row["speed_up"] is not None]):
-        return "No method reaches the target loss with all of its seeds."
+        but = " and does not diverge" if any(row["diverged"] for row in compared) else ""
+        return f"No method reaches the target loss with all of its seeds{but}."
     if len({row["clock"] for row in reach}) > 1:
         return (
             "Times of live runs are measured, those of the others modelled: they cannot be "
@@ -255,6 +256,12 @@ def notes(runs: Sequence[Result], target: float | None) -> str:
         several += (
             " These runs differ in what is real or what is modelled: compare like with like only."
         )
+    several += "".join(
+        f" {row['label']} has diverged{_of_seeds(row)}: it ends with a loss above the one that it "
+        "began with, or not finite. It gets no speed-up."
+        for row in compared
+        if row["diverged"]
+    )
     several += "".join(f" {line}." for line in (*too_few(runs), *incidents(runs)))
     if target is None or not loss_names(runs):
         return (
@@ -273,6 +280,10 @@ def notes(runs: Sequence[Result], target: float | None) -> str:
         "method that reaches it. Tokens, bytes and idle time are of whole runs."
         f"{several}"
     )
+
+
+def _of_seeds(row: Row) -> str:
+    return f" with {row['diverged']} of {row['seeds']} seeds" if row["seeds"] > 1 else ""
 
 
 def _deviations(runs: Sequence[Result], compared: Sequence[Row]) -> str:
