@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import archipel
-from archipel import methods
+from archipel import arguments, methods
 from archipel.errors import Diverged, UserError
 from archipel.recipe import Recipe, parse_recipe
 
@@ -216,6 +217,68 @@ def test_importing_archipel_imports_neither_ray_nor_matplotlib() -> None:
 def test_no_seed_is_no_comparison() -> None:
     with pytest.raises(UserError, match=r"^--seeds 0: must be at least 1$"):
         archipel.compare("diloco", seeds=0, task="none", steps=100)
+
+
+RECIPE = "expected a recipe's fields, or the path of a YAML file"
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("simulate", {"recipe": None}, f"recipe = None: {RECIPE}"),
+    ("simulate", {"recipe": 3}, f"recipe = 3: {RECIPE}"),
+    ("simulate", {"recipe": ["method"]}, f"recipe = ['method']: {RECIPE}"),
+    ("simulate", {"recipe": ""}, f"recipe = '': {RECIPE}"),
+    ("launch", {"recipe": None}, f"recipe = None: {RECIPE}"),
+    ("launch", {"recipe": {"method": "diloco"}, "address": 6379},
+     "address = 6379: expected a text such as '10.0.0.1:6379', or None"),
+    ("launch", {"recipe": {"method": "diloco"}, "insecure": "yes"},
+     "insecure = 'yes': expected True or False"),
+    ("resume", {"directory": None}, "directory = None: expected the path of a folder"),
+    ("compare", {"methods": None},
+     "methods = None: expected names such as 'halos,diloco', or a list of names and mappings"),
+    ("compare", {"methods": {"name": "halos"}},
+     "methods = {'name': 'halos'}: expected names such as 'halos,diloco', or a list of names and "
+     "mappings"),
+    ("compare", {"methods": [3]},
+     "method = 3: expected a name, or keys with `name` among them; methods: async_local_sgd, "
+     "diloco, halos, noloco, sync_sgd"),
+    ("compare", {"seeds": "two"}, "seeds = 'two': expected a whole number, at least 1"),
+    ("compare", {"seeds": True}, "seeds = True: expected a whole number, at least 1"),
+    ("compare", {"settings": ["run.seed=1"]},
+     "settings = ['run.seed=1']: expected values by `section.key`, such as {'run.seed': 1}"),
+    ("compare", {"settings": {1: 2}},
+     "settings = {1: 2}: expected values by `section.key`, such as {'run.seed': 1}"),
+    ("compare", {"target_loss": "2.4"}, "target_loss = '2.4': expected a finite number, or None"),
+    ("compare", {"processes": 0}, "processes = 0: expected a whole number, at least 1, or None"),
+    ("compare", {"checkpoint_every": 1.5},
+     "checkpoint_every = 1.5: expected tokens such as 1000000, seconds such as '600s', or None"),
+    ("compare", {"strict": None}, "strict = None: expected True or False"),
+    ("compare", {"out": ""}, "out = '': expected the path of a folder, or None: a new one"),
+    ("compare", {"out": 1}, "out = 1: expected the path of a folder, or None: a new one"),
+    ("compare", {"progress": None}, "progress = None: expected a function"),
+    ("compare", {"topology": None},
+     "topology = None: expected a preset's name, a YAML file, or the topology's keys"),
+    ("compare", {"profile": 3},
+     "profile = 3: expected a name, or keys with `name` among them"),
+    ("compare", {"task": None}, "task = None: expected a name, or keys with `name` among them"),
+    ("compare", {"steps": "many"}, "run.steps = 'many': should be a valid integer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "given", "text"), WRONG)
+def test_arguments_of_a_wrong_kind_are_named_with_what_is_allowed(
+    function: str, given: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = {"task": "none", "steps": 100} if function == "compare" else {}
+    with pytest.raises(UserError) as error:
+        getattr(archipel, function)(**{**common, **given})
+    assert str(error.value) == text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_check_knows_every_argument() -> None:
+    """All but those that a recipe checks."""
+    of_recipes = {"topology", "profile", "task", "steps", "tokens"}
+    for function in (archipel.compare, archipel.simulate, archipel.launch, archipel.resume):
+        assert {*inspect.signature(function).parameters} - of_recipes <= {*arguments._ALLOWED}
 
 
 def test_a_misspelt_name_is_an_attribute_error() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archipel import report, rundir, simulation
+from archipel.arguments import check_arguments
 from archipel.assemble import check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
 from archipel.errors import Diverged, Interrupted, TrainingError, UserError
@@ -118,6 +119,17 @@ def compare(
         Interrupted: Ctrl-C; the runs are saved and can be resumed.
     """
     check_not_importing("compare")
+    check_arguments(
+        methods=methods,
+        seeds=seeds,
+        settings=settings,
+        target_loss=target_loss,
+        processes=processes,
+        checkpoint_every=checkpoint_every,
+        strict=strict,
+        out=out,
+        progress=progress,
+    )
     recipes = recipes_of(
         methods,
         {
@@ -164,6 +176,15 @@ def simulate(
         UserError, TrainingError, Interrupted: see `compare`.
     """
     check_not_importing("simulate")
+    check_arguments(
+        recipe=recipe,
+        settings=settings,
+        processes=processes,
+        checkpoint_every=checkpoint_every,
+        strict=strict,
+        out=out,
+        progress=progress,
+    )
     loaded = load_recipe(recipe, settings)
     loaded = loaded.strictly() if strict else loaded
     check_reachable(loaded)
@@ -202,6 +223,16 @@ def launch(
         UserError, TrainingError, Interrupted: see `compare`.
     """
     check_not_importing("launch")
+    check_arguments(
+        recipe=recipe,
+        settings=settings,
+        address=address,
+        insecure=insecure,
+        strict=strict,
+        checkpoint_every=checkpoint_every,
+        out=out,
+        progress=progress,
+    )
     loaded = load_recipe(recipe, settings)
     loaded = loaded.strictly() if strict else loaded
     if checkpoint_every is None and loaded.pipeline.stages == 1:
@@ -239,6 +270,15 @@ def resume(
         UserError, TrainingError, Interrupted: see `compare`.
     """
     check_not_importing("resume")
+    check_arguments(
+        directory=directory,
+        processes=processes,
+        checkpoint_every=checkpoint_every,
+        address=address,
+        insecure=insecure,
+        progress=progress,
+        live_progress=live_progress,
+    )
     directory = Path(directory)
     found = rundir.unfinished(directory)
     if not found:

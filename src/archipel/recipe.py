@@ -372,6 +372,11 @@ def _labelled(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             raise UserError(f"method: `name` is required; methods: {', '.join(methods.names())}")
         label = fields.pop("label", Path(str(fields["name"])).stem)
         return str(label), {**fields, "name": str(fields["name"])}
+    if not isinstance(method, str):
+        raise UserError(
+            f"method = {method!r}: expected a name, or keys with `name` among them; methods: "
+            f"{', '.join(methods.names())}"
+        )
     name, *flags = method.strip().split("+")
     known = [
         key
