@@ -390,6 +390,48 @@ def test_an_output_that_is_a_file(archipel: Any, tmp_path: Path) -> None:
     assert out.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        ((*COMPARE, "halos", "--out", ""), "--out"),
+        (("run", ""), "RECIPE.yaml"),
+        (("run", "recipe.yaml", "--out", " "), "--out"),
+        (("launch", "recipe.yaml", "--out", ""), "--out"),
+        (("resume", ""), "DIR"),
+        (("report", "runs", ""), "DIR…"),
+        (("report", "runs", "--out", ""), "--out"),
+        (("study", "noloco-spread", "--out", ""), "--out"),
+        (("latency", "--out", ""), "--out"),
+        (("theory", "noloco", "--plots", ""), "--plots"),
+    ],
+)
+def test_a_path_that_is_empty_is_not_the_folder_where_the_command_runs(
+    archipel: Any,
+    arguments: tuple[str, ...],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it is where a shell variable is not set."""
+    monkeypatch.chdir(tmp_path)
+    given = " " if " " in arguments else ""
+    code, printed, complaint = archipel(*arguments)
+    assert (code, printed) == (2, "")
+    assert complaint.splitlines()[-1] == (
+        f"archipel: Invalid value for '{place}': {given!r} is no name of a file or folder; '.' is "
+        "the folder where the command runs."
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dot_is_the_folder_where_the_command_runs(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert archipel(*COMPARE, "halos", "--out", ".").code == 0
+    assert (tmp_path / "report.html").is_file()
+
+
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_an_output_that_cannot_be_written_to(
     refused: Any, monkeypatch: pytest.MonkeyPatch, code: int

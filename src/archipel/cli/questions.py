@@ -22,7 +22,7 @@ from rich.text import Text
 from archipel import fuzz as fuzzing
 from archipel import methods, rundir, studies
 from archipel.cli import terminal
-from archipel.cli.options import Json, Processes
+from archipel.cli.options import Json, Processes, a_path
 from archipel.errors import UserError, nearest
 from archipel.recipe import LiveConfig, PipelineConfig, RunConfig
 from archipel.run.screening import ScreeningConfig
@@ -166,7 +166,10 @@ def study(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = studies.Settings.seeds,
     processes: Processes = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for runs and plots. Default: runs/NAME-DATE.")
+        Path | None,
+        typer.Option(
+            parser=a_path, metavar="DIR", help="Folder for runs and plots. Default: runs/NAME-DATE."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -211,7 +214,10 @@ def latency(
     ] = 25_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn times.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the plots. Default: runs/latency-DATE.")
+        Path | None,
+        typer.Option(
+            parser=a_path, metavar="DIR", help="Folder for the plots. Default: runs/latency-DATE."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -289,7 +295,9 @@ def theory_noloco(
     ] = False,
     plots: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for figures. Default: none are drawn."),
+        typer.Option(
+            parser=a_path, metavar="DIR", help="Folder for figures. Default: none are drawn."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from archipel import experiment, rundir
 from archipel.cli import terminal
-from archipel.cli.options import CheckpointEvery, Json, Processes, Set, Strict
+from archipel.cli.options import CheckpointEvery, Json, Processes, Set, Strict, a_path
 from archipel.errors import UserError
 from archipel.recipe import (
     DEFAULT_PROFILE,
@@ -68,7 +68,11 @@ def compare(
     strict: Strict = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for run directories and the report. Default: runs/compare-DATE."),
+        typer.Option(
+            parser=a_path,
+            metavar="DIR",
+            help="Folder for run directories and the report. Default: runs/compare-DATE.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -96,7 +100,11 @@ def compare(
 def run(
     recipe: Annotated[
         Path,
-        typer.Argument(metavar="RECIPE.yaml", help="What to run; only `method` is required in it."),
+        typer.Argument(
+            parser=a_path,
+            metavar="RECIPE.yaml",
+            help="What to run; only `method` is required in it.",
+        ),
     ],
     settings: Set = None,
     processes: Processes = None,
@@ -111,7 +119,11 @@ def run(
     strict: Strict = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE."),
+        typer.Option(
+            parser=a_path,
+            metavar="DIR",
+            help="Folder for the run directory and the report. Default: runs/run-DATE.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -133,7 +145,10 @@ def run(
 
 def resume(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run directory, or a folder that holds some.")
+        Path,
+        typer.Argument(
+            parser=a_path, metavar="DIR", help="A run directory, or a folder that holds some."
+        ),
     ],
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
@@ -168,7 +183,9 @@ def launch(
     recipe: Annotated[
         Path,
         typer.Argument(
-            metavar="RECIPE.yaml", help="What to run: the same file that `archipel run` simulates."
+            parser=a_path,
+            metavar="RECIPE.yaml",
+            help="What to run: the same file that `archipel run` simulates.",
         ),
     ],
     settings: Set = None,
@@ -186,7 +203,9 @@ def launch(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the run directory and the report. Default: runs/launch-DATE."
+            parser=a_path,
+            metavar="DIR",
+            help="Folder for the run directory and the report. Default: runs/launch-DATE.",
         ),
     ] = None,
     checkpoint_every: Annotated[
@@ -216,7 +235,9 @@ def launch(
 def report(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR…", help="Run directories, or folders that hold some."),
+        typer.Argument(
+            parser=a_path, metavar="DIR…", help="Run directories, or folders that hold some."
+        ),
     ],
     target_loss: Annotated[
         float | None,
@@ -226,7 +247,11 @@ def report(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for report.html and the plots. Default: the first DIR."),
+        typer.Option(
+            parser=a_path,
+            metavar="DIR",
+            help="Folder for report.html and the plots. Default: the first DIR.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
