@@ -333,7 +333,7 @@ def test_nodes_that_cannot_reach_each_other(
     ("recipe", "text"),
     [
         (None, "recipe DIR/recipe.yaml: No such file or directory"),
-        ("", "recipe DIR/recipe.yaml: expected `key: value` lines, found NoneType"),
+        ("", "recipe DIR/recipe.yaml: expected `key: value` lines, found nothing"),
         ("task: none", "recipe: `method` is required, for example `method: halos`; "
                        "methods: async_local_sgd, diloco, halos, noloco, sync_sgd"),
         ("metod: halos", "recipe: unknown key 'metod' (did you mean 'method'?); "

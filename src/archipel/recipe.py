@@ -429,6 +429,8 @@ def section(value: Any, name: str) -> dict[str, Any]:
     match value:
         case str():
             return {"name": value}
+        case {"name": given} if not isinstance(given, str):
+            raise UserError(f"{name}.name = {given!r}: expected a name, as text")
         case dict():
             return dict(value)
         case _:
@@ -446,8 +448,8 @@ def _topology(value: Any) -> Topology:
     match value:
         case str():
             return load_topology(value)
-        case {"name": name} if "regions" not in value:  # a preset or file, and what differs from it
-            base = load_topology(str(name))
+        case {"name": _} if "regions" not in value:  # a preset or file, and what differs from it
+            base = load_topology(section(value, "topology")["name"])
             changed = parse_topology({**base.model_dump(), **value})
             if changed == base:
                 return base

@@ -318,9 +318,14 @@ def task_config(name: str) -> type[TaskConfig]:
     if ":" in name:
         return UserTask
     if name not in CONFIGS:
+        meant = (
+            f"; name its function too: '{name}:make'"
+            if name.endswith(".py")
+            else nearest(name, CONFIGS)
+        )
         raise UserError(
             f"task = {name!r}: allowed are {', '.join(CONFIGS)} and your own "
-            f"'file.py:function'{nearest(name, CONFIGS)}"
+            f"'file.py:function'{meant}"
         )
     return CONFIGS[name]
 
@@ -426,6 +431,9 @@ def adamw(
 
 def _user_task(name: str) -> Task:
     file, _, function = name.rpartition(":")
+    if not (file and function):
+        lacking = "function" if file else "file"
+        raise UserError(f"task.name = {name!r}: no {lacking} is named; expected 'file.py:function'")
     module = import_file(Path(file), f"task.name = {name!r}")
     make = getattr(module, function, None)
     if not callable(make):
