@@ -86,8 +86,9 @@ def check_reachable(recipe: Recipe) -> None:
     to.
     """
     pipeline = pipeline_of(recipe)
-    actors = build_actors(recipe, pipeline, torch.empty(0), ())
-    recipe.topology.check_reachable((actor.me, actor.peers()) for actor in actors)
+    with methods.blaming(recipe.method):
+        actors = build_actors(recipe, pipeline, torch.empty(0), ())
+        recipe.topology.check_reachable((actor.me, actor.peers()) for actor in actors)
     if pipeline:
         recipe.topology.check_reachable(pipeline.neighbours())
 

@@ -20,6 +20,7 @@ from archipel.arguments import check_arguments
 from archipel.assemble import check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
 from archipel.errors import Diverged, Interrupted, TrainingError, UserError
+from archipel.methods import blaming
 from archipel.pyfile import check_not_importing
 from archipel.recipe import (
     DEFAULT_PROFILE,
@@ -393,7 +394,8 @@ def _simulate_with(
         for directory, recipe in recipes.items():
             tell = partial(progress, directory.name)
             try:
-                simulation.simulate(recipe, pool, directory, tell, every=every, resume=resume)
+                with blaming(recipe.method):
+                    simulation.simulate(recipe, pool, directory, tell, every=every, resume=resume)
             except Diverged as error:  # one method's trouble is no reason to lose the others
                 diverged.append(f"{error} (seed {recipe.run.seed})")
     except UserError:
