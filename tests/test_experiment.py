@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import archipel
-from archipel import arguments, methods
+from archipel import arguments, methods, report
 from archipel.errors import Diverged, UserError
 from archipel.recipe import Recipe, parse_recipe
 
@@ -217,6 +219,60 @@ def test_importing_archipel_imports_neither_ray_nor_matplotlib() -> None:
 def test_no_seed_is_no_comparison() -> None:
     with pytest.raises(UserError, match=r"^--seeds 0: must be at least 1$"):
         archipel.compare("diloco", seeds=0, task="none", steps=100)
+
+
+OWN = """
+import torch
+from archipel import Task
+
+def make():
+    return Task(
+        model=lambda: torch.nn.Linear(2, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batches=lambda shard, index: torch.ones(4, 2),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    )
+
+def named():
+    return dataclasses.replace(make(), description="a line", tokens_per_step=4)
+
+import dataclasses
+"""
+
+
+def test_a_task_of_ones_own_is_named_and_has_the_tokens_that_it_states(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    common: dict[str, Any] = {"topology": "two-regions", "steps": 256, "processes": 1}
+    for function, real, tokens in (
+        ("make", "own.py:make, a task of your own", None),
+        ("named", "a line", 4 * 256),
+    ):
+        task = f"{tmp_path}/own.py:{function}"
+        out = tmp_path / function
+        found = archipel.compare(
+            "diloco", task=task, settings={"diloco.inner_steps": 4}, out=out, **common
+        )
+        [row] = found.to_dicts()
+        assert (row["inner_steps"], row["tokens"]) == (256, tokens)
+        assert f"Real: gradients of {real}. Modelled: " in report.headline(found.results)
+        text = io.StringIO()
+        Console(width=200, file=text).print(report.table(found.results, found.target_loss))
+        counted = "inner steps" if tokens is None else "tokens"
+        headers = " ".join(text.getvalue().split("\n")[0].split())
+        assert f"final loss {counted} bytes over slow links" in headers
+        assert f"{counted.capitalize()}, bytes and idle time" in " ".join(text.getvalue().split())
+    task = f"{tmp_path}/own.py:make"
+    why = f"task {task} has no tokens, for its Task states no tokens_per_step; give"
+    del common["steps"]
+    with pytest.raises(UserError) as error:
+        archipel.compare("diloco", task=task, tokens=1000, out=tmp_path / "no", **common)
+    assert str(error.value) == f"run.tokens = 1000: {why} steps"
+    with pytest.raises(UserError) as error:
+        archipel.compare("diloco", task=task, checkpoint_every=9, out=tmp_path / "no", **common)
+    assert str(error.value) == (
+        f"--checkpoint-every 9: {why} seconds on this machine, such as 600s"
+    )
+    assert not (tmp_path / "no").exists()
 
 
 RECIPE = "expected a recipe's fields, or the path of a YAML file"

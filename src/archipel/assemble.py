@@ -15,10 +15,12 @@ import torch
 
 from archipel import methods
 from archipel.actor import Actor, Vector, WorkerSpec, World
+from archipel.checkpoint import Every
 from archipel.errors import UserError
 from archipel.recipe import DEFAULT_STEPS, Recipe
 from archipel.theory import moments
 from archipel.train.pipeline import Pipeline, split
+from archipel.train.task import NoTask
 from archipel.vector import Layout
 
 
@@ -124,10 +126,28 @@ def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
     """Inner steps that the run is planned for.
 
     Raises:
-        UserError: the plan is in tokens and nothing is trained.
+        UserError: the plan is in tokens and the task has none.
     """
     if recipe.run.tokens is None:
         return recipe.run.steps or DEFAULT_STEPS
     if tokens_per_step is None:
-        raise UserError(f"run.tokens = {recipe.run.tokens}: task none has no tokens; give steps")
+        raise UserError(f"run.tokens = {recipe.run.tokens}: {no_tokens(recipe)}; give steps")
     return math.ceil(recipe.run.tokens / tokens_per_step)
+
+
+def check_saved_by_tokens(every: Every | None, recipe: Recipe, tokens_per_step: int | None) -> None:
+    """Raise a `UserError` if checkpoints are to be saved after so many tokens, and there are none
+    in an inner step.
+    """
+    if every and every.tokens is not None and tokens_per_step is None:
+        raise UserError(
+            f"--checkpoint-every {every.tokens}: {no_tokens(recipe)}; give seconds on this "
+            "machine, such as 600s"
+        )
+
+
+def no_tokens(recipe: Recipe) -> str:
+    """Why a recipe cannot be counted in tokens."""
+    name = recipe.task.name
+    why = "" if isinstance(recipe.task, NoTask) else ", for its Task states no tokens_per_step"
+    return f"task {name} has no tokens{why}"

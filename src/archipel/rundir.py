@@ -316,7 +316,9 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "seed": recipe.run.seed,
         "time_s": ended.time_s,
         "inner_steps": ended.inner_steps,
-        "tokens": task and ended.inner_steps * task.tokens_per_step,
+        "tokens": ended.inner_steps * task.tokens_per_step
+        if task and task.tokens_per_step
+        else None,
         "absorbed_steps": ended.absorbed_steps,
         "unreported_fraction": 1 - ended.absorbed_steps / ended.inner_steps
         if ended.inner_steps

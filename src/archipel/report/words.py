@@ -112,6 +112,8 @@ def table_cells(
     """The comparison as text, headers first. `slower` adds the inverse of the speed-up."""
     clock = clock_format(max(row["time_s"] for row in compared))
     trained = any(row["final_loss"] is not None for row in compared)
+    # A task of the user's may not say how many tokens are in a step.
+    tokens = trained and any(row["tokens"] is not None for row in compared)
     partly = any(row["unreported_fraction"] for row in compared)
     columns: list[tuple[str, str, Callable[[Any], str], bool]] = [
         ("method", "label", str, True),
@@ -124,10 +126,10 @@ def table_cells(
         ("speed-up", "speed_up", _factor, trained),
         ("times slower than the fastest", "times_slower", _factor, trained and slower),
         ("final loss", "final_loss", "{:.3f}".format, trained),
-        ("tokens", "tokens", lambda value: _prefixed(value, "", " k", " M", " B", " T"), trained),
+        ("tokens", "tokens", lambda value: _prefixed(value, "", " k", " M", " B", " T"), tokens),
         ("time per inner step", "time_per_step_s", _duration, not trained),
         ("time", "time_s", clock, not trained),
-        ("inner steps", "inner_steps", "{:,.0f}".format, not trained),
+        ("inner steps", "inner_steps", "{:,.0f}".format, not tokens),
         ("not in the model", "unreported_fraction", "{:.0%}".format, partly),
         ("outer steps", "outer_steps", "{:,.0f}".format, not trained),
         (
@@ -274,10 +276,11 @@ def notes(runs: Sequence[Result], target: float | None) -> str:
         if target == target_loss(runs)
         else "as asked for"
     )
+    counted = "Inner steps" if all(row["tokens"] is None for row in compared) else "Tokens"
     return (
         f"Target: {loss_names(runs)[0]} {target:.3f}, {chosen}; its time is read off the straight "
         "line between the evaluations before and after it. Speed-up: times faster than the slowest "
-        "method that reaches it. Tokens, bytes and idle time are of whole runs."
+        f"method that reaches it. {counted}, bytes and idle time are of whole runs."
         f"{several}"
     )
 
