@@ -15,7 +15,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from archipel import __version__
+from archipel import __version__, methods
 
 RUN_KEYS = {
     "method",
@@ -283,6 +283,31 @@ def test_list_says_how_to_make_a_study(archipel: Any) -> None:
 def test_list_says_what_may_be_meant(archipel: Any, name: str, meant: str) -> None:
     told = f"archipel: nothing is called {name!r}{meant}; `archipel list` shows all names\n"
     assert archipel("list", name) == (2, "", told)
+
+
+@pytest.mark.parametrize("columns", [None, "80"], ids=["no width", "a narrow terminal's"])
+def test_a_table_in_a_pipe_has_a_line_for_each_row(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    config = methods.load("noloco").Config
+    lines = archipel("list", "noloco").out.splitlines()
+    assert len(lines) == 1 + len(config.model_fields)
+    for line, field in zip(lines[1:], config.model_fields.values(), strict=True):
+        assert str(field.description) in line
+    compared = archipel(
+        *("compare", "--task", "none", "--steps", 2000, "--seeds", 2),
+        *("--methods", "halos,diloco+dynamic_steps", "--out", tmp_path / "out"),
+    )
+    headers, halos, diloco = (
+        next(line for line in compared.out.splitlines() if line.startswith(f"{first} "))
+        for first in ("method", "halos", "diloco+dynamic_steps")
+    )
+    assert headers.split()[-5:] == ["bytes", "over", "slow", "links", "idle"]
+    assert halos.rstrip().endswith("%")
+    assert diloco.rstrip().endswith("%")
 
 
 def test_list_shows_faults_their_kinds_and_what_each_one_takes(archipel: Any) -> None:
