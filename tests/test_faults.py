@@ -4,6 +4,7 @@ to fail; the fuzzer.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -917,6 +918,36 @@ def test_what_is_found_depends_on_the_seed_and_not_on_the_number_of_processes() 
     here = fuzz.fuzz(4, 0)
     assert here == fuzz.fuzz(4, 0, processes=2)
     assert here != fuzz.fuzz(4, 1)
+
+
+def test_ctrl_c_ends_a_fuzzer_with_what_it_has_found_so_far() -> None:
+    def press(done: int, failed: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    assert fuzz.fuzz(50, 0, progress=press) == fuzz.fuzz(3, 0)
+
+
+@pytest.mark.parametrize("json", [(), ("--json",)], ids=["table", "json"])
+def test_a_fuzzer_that_is_stopped_says_how_far_it_came(
+    archipel: Any, monkeypatch: pytest.MonkeyPatch, json: tuple[str, ...]
+) -> None:
+    usual, calls = fuzz.outcome_of, itertools.count(1)
+
+    def outcome_of(recipe: dict[str, Any]) -> fuzz.Outcome:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return usual(recipe)
+
+    monkeypatch.setattr(fuzz, "outcome_of", outcome_of)
+    told = archipel("fuzz", "--schedules", 2000, "--processes", 1, *json)
+    assert told.code == 130
+    said = "archipel: interrupted after 3 of 2,000 schedules, 0 violations\n"
+    assert told.err == said
+    if json:
+        assert told.out == '{"schedules": 3, "violations": 0, "failures": []}\n'
+    else:
+        assert told.out.splitlines()[-1] == "3 schedules, 0 violations"
 
 
 def outcome(

@@ -263,10 +263,18 @@ def fuzz(
     failures = fuzzing.failures(outcomes)
     if as_json:
         found = [asdict(failure) for failure in failures]
-        print(json.dumps({"schedules": schedules, "violations": len(failures), "failures": found}))
+        print(
+            json.dumps({"schedules": len(outcomes), "violations": len(failures), "failures": found})
+        )
     else:
         for text in fuzzing.report(outcomes):
             terminal.tell(text)
+    if len(outcomes) < schedules:
+        terminal.say(
+            f"archipel: interrupted after {len(outcomes):,} of {schedules:,} schedules, "
+            f"{len(failures)} violations"
+        )
+        sys.exit(130)
     if failures:
         sys.exit(1)
 
