@@ -258,7 +258,7 @@ def resume(
     live_progress: LiveProgress = say_nothing,
 ) -> Comparison:
     """Go on with runs that were stopped: simulated ones as if they had not been, to the bit; live
-    ones from their nodes' saves.
+    ones from their nodes' saves. Where all have ended, what they left is compared and nothing runs.
 
     Args:
         directory: a run directory, or a folder that holds some.
@@ -282,6 +282,9 @@ def resume(
     )
     directory = Path(directory)
     found = rundir.unfinished(directory)
+    left = [] if found else [report.load(path) for path in report.find(directory)]
+    if left and all(result.summary["stopped"] != rundir.INTERRUPTED for result in left):
+        return compared(left, directory, rundir.target_loss(left[0].directory))
     if not found:
         raise UserError(
             f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose "

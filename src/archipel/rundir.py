@@ -40,6 +40,7 @@ from archipel.recipe import Recipe
 from archipel.run.metrics import Recorder
 from archipel.train.task import Task
 from archipel.vector import Layout
+from archipel.yamlfile import read_mapping
 
 CHECKPOINTS = "checkpoint"
 """The folder of a run directory that holds its checkpoints, until the run has ended."""
@@ -227,6 +228,15 @@ def check_resumable(directory: Path, recipe: Recipe) -> None:
 def recipe_text(directory: Path) -> str:
     """The recipe of a run directory, as it was written."""
     return (directory / "recipe.yaml").read_text()
+
+
+def target_loss(directory: Path) -> float | None:
+    """The loss at which the run of a run directory was to end, if its recipe is there and has
+    one.
+    """
+    recipe = directory / "recipe.yaml"
+    run = read_mapping(recipe, "recipe").get("run") if recipe.is_file() else None
+    return run.get("target_loss") if isinstance(run, dict) else None
 
 
 def checkpoints_of(directory: Path) -> list[Path]:

@@ -166,6 +166,7 @@ def resume(
 
     They are saved as often as before.
     """
+    stopped = rundir.unfinished(directory)
     with terminal.running() as (progress, live_progress):
         found = experiment.resume(
             directory,
@@ -176,6 +177,8 @@ def resume(
             progress=progress,
             live_progress=live_progress,
         )
+    if not stopped:
+        terminal.say(f"archipel: nothing to resume in {directory}: all runs there have ended")
     terminal.show(found, as_json=as_json)
 
 
