@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from worlds import TINY, Quadratic, ledger_of, plain, small, train_with, workers_of
 
-from archipel import fuzz, methods, rundir, simulation
+from archipel import experiment, fuzz, methods, report, rundir, simulation
 from archipel.actor import Joined, Lost, Message, NodeId, Trained, World
 from archipel.errors import TrainingError, UserError
 from archipel.methods import async_local_sgd
@@ -903,6 +903,28 @@ def test_a_live_run_makes_no_faults() -> None:
     live = pytest.importorskip("archipel.live.launch")
     with pytest.raises(UserError, match=r"^faults: `archipel launch` makes none on purpose"):
         live.launch(recipe("diloco", CRASH), Path("nowhere"))
+
+
+def test_a_fault_counts_as_one_that_happened_if_it_began_before_the_end(tmp_path: Path) -> None:
+    """The run ends after 100 s: of the faults at 10, 99, 100 and 5000 s two have happened."""
+    schedule = [
+        {"kind": "slow", "node": "east/w0", "at_s": at_s, "for_s": 1, "factor": 2}
+        for at_s in (10, 99, 100, 5000)
+    ]
+    recipe = {
+        "method": "diloco",
+        "topology": "two-regions",
+        "task": "none",
+        "run": {"steps": 10**6, "seconds": 100},
+        "faults": {"schedule": schedule},
+    }
+    found = experiment.simulate(recipe, out=tmp_path)
+    assert found.summary["time_s"] == 100
+    assert (found.summary["faults_planned"], found.summary["faults_happened"]) == (4, 2)
+    assert found.summary["modelled"].endswith(", 4 faults planned on purpose")
+    assert report.incidents([found]) == [
+        "diloco: 2 of 4 planned faults happened; the run ended before the others"
+    ]
 
 
 # The fuzzer

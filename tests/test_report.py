@@ -650,6 +650,19 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
         report.load(directory)
 
 
+def test_faults_that_would_have_come_after_the_end_are_said_not_to_have_happened(
+    tmp_path: Path,
+) -> None:
+    def run(label: str, seed: int, happened: int, planned: int) -> report.Result:
+        counts = {"faults_happened": happened, "faults_planned": planned}
+        return write_run(tmp_path / f"{label}{seed}", label, [3.0, 2.0], seed=seed, **counts)
+
+    runs = [run("halos", 0, 1, 3), run("halos", 1, 2, 3), run("noloco", 0, 3, 3)]
+    said = "halos: 3 of 6 planned faults happened; the run ended before the others"
+    assert report.incidents(runs) == [said]
+    assert said in words.notes(runs, 2.0)
+
+
 def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_starting(
     tmp_path: Path,
 ) -> None:

@@ -294,6 +294,8 @@ class Ended:
         processes: how many processes took inner steps.
         taken_home_bytes: bytes of the model's parts on their way to the command, which no other
             total includes; None where nothing travels.
+        faults_planned, faults_happened: faults on purpose, and those of them that began before the
+            run ended.
     """
 
     time_s: float
@@ -312,6 +314,8 @@ class Ended:
     clock: Literal["modelled", "measured"]
     processes: int
     taken_home_bytes: int | None = None
+    faults_planned: int = 0
+    faults_happened: int = 0
 
 
 def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
@@ -346,6 +350,8 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "replica_std": last and last.replica_std,
         "stopped": stopped,
         "refused_updates": {str(node): count for node, count in sorted(recorder.refused.items())},
+        "faults_planned": ended.faults_planned,
+        "faults_happened": ended.faults_happened,
         "restarts": {str(node): count for node, count in sorted(recorder.restarted.items())},
         "workers": len(workers),
         "real": ended.real,

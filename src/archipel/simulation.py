@@ -371,10 +371,16 @@ def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         f"profile {profile.name} ({profile.model_bytes:,} bytes a model, "
         f"{profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
         + in_stages(recipe)
-        + (f", {len(faults)} faults on purpose" if recipe.faults is not None else ""),
+        + (f", {_faults(len(faults))} planned on purpose" if recipe.faults is not None else ""),
         clock="modelled",
         processes=len(pool.processes) if pool else 0,
+        faults_planned=len(faults),
+        faults_happened=sum(fault.at_s < simulator.now for fault in faults),
     )
+
+
+def _faults(count: int) -> str:
+    return f"{count} fault{'s' * (count != 1)}"
 
 
 def in_stages(recipe: Recipe) -> str:

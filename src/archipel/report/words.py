@@ -44,15 +44,18 @@ def changes(runs: Iterable[Result]) -> list[str]:
 
 def incidents(runs: Iterable[Result]) -> list[str]:
     """A line for each node of a label whose updates were refused, or that was restarted, over all
-    seeds.
+    seeds; and one for a label of which some faults would have come after the end.
     """
     totals: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     after: dict[str, str] = {}
+    faults: dict[str, Counter[str]] = defaultdict(Counter)
     for run in runs:  # runs of older versions do not say
         # A live run also starts those again that died.
         after[run.summary["label"]] = (
             "" if run.summary.get("clock") == "measured" else " after a loss that was not finite"
         )
+        for key in ("faults_planned", "faults_happened"):
+            faults[run.summary["label"]][key] += run.summary.get(key, 0)
         for kind in ("refused_updates", "restarts"):
             for node, count in run.summary.get(kind, {}).items():
                 totals[run.summary["label"]][kind, node] += count
@@ -62,6 +65,11 @@ def incidents(runs: Iterable[Result]) -> list[str]:
         else f"{label}: {node} restarted {'once' if count == 1 else f'{count} times'}{after[label]}"
         for label, counts in totals.items()
         for (kind, node), count in counts.items()
+    ] + [
+        f"{label}: {count['faults_happened']} of {count['faults_planned']} planned faults "
+        "happened; the run ended before the others"
+        for label, count in faults.items()
+        if count["faults_happened"] < count["faults_planned"]
     ]
 
 
