@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from archipel import report
-from archipel.report import ReportError, words
+from archipel.report import ReportError, plots, words
 
 SUMMARY: dict[str, Any] = {
     "method": "halos",
@@ -648,6 +648,18 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
     (directory / "summary.json").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ReportError, match=r"run/summary\.json is not JSON: "):
         report.load(directory)
+
+
+def test_names_that_the_font_cannot_draw_are_drawn_without_a_warning(tmp_path: Path) -> None:
+    """Warnings are errors here."""
+    run = write_run(tmp_path / "run", "方法", [3.0, 2.0], loss_name="損失", spread=0.1)
+    trace = (tmp_path / "run" / "trace.json").read_text()
+    (tmp_path / "run" / "trace.json").write_text(
+        trace.replace("r0/", "zürich/").replace("r1/", "北京/")
+    )
+    page = report.write([run], tmp_path / "out")
+    assert "方法" in page.read_text()
+    assert plots.drawable("zürich-Ω_北京.1") == "zürich-Ω_??.1"
 
 
 def test_faults_that_would_have_come_after_the_end_are_said_not_to_have_happened(
