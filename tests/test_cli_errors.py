@@ -266,12 +266,12 @@ def test_heads_that_do_not_divide_the_width(refused: Any, tmp_path: Path) -> Non
         (
             "diloco.inner_steps=3",
             "--set diloco.inner_steps=3: 'diloco' is none of halos, topology, profile, task, "
-            "pipeline, run, bad_updates",
+            "pipeline, run, faults, bad_updates",
         ),
         (
             "runs.seed=3",
             "--set runs.seed=3: 'runs' is none of halos, topology, profile, task, pipeline, run, "
-            "bad_updates (did you mean 'run'?)",
+            "faults, bad_updates (did you mean 'run'?)",
         ),
         ("halos.accumulate=0", "halos.accumulate = 0: should be greater than or equal to 1"),
         ("halos.inner_steps=0", "halos.inner_steps = 0: should be greater than or equal to 1"),

@@ -32,6 +32,10 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, Iterable) and not isinstance(value, Mapping),
         "names such as 'halos,diloco', or a list of names and mappings",
     ),
+    "faults": (
+        lambda value: value is None or isinstance(value, Mapping) or _is_path(value),
+        "the keys of a recipe's section `faults`, the path of a YAML file that has them, or None",
+    ),
     "settings": (
         lambda value: (
             value is None

@@ -18,6 +18,7 @@ from archipel.actor import Actor, Vector, WorkerSpec, World
 from archipel.checkpoint import Every
 from archipel.errors import UserError
 from archipel.recipe import DEFAULT_STEPS, Recipe
+from archipel.sim.schedule import make_faults
 from archipel.theory import moments
 from archipel.train.pipeline import Pipeline, split
 from archipel.train.task import NoTask
@@ -84,13 +85,15 @@ def _world(workers: Sequence[WorkerSpec], layout: Sequence[Layout], seed: int) -
 
 
 def check_reachable(recipe: Recipe) -> None:
-    """Raise a `UserError` if a node of the recipe's method cannot reach another that it talks
-    to.
+    """Raise a `UserError` if a node of the recipe's method cannot reach another that it talks to,
+    or if a fault speaks of a node or a region that is not there.
     """
     pipeline = pipeline_of(recipe)
     with methods.blaming(recipe.method):
         actors = build_actors(recipe, pipeline, torch.empty(0), ())
         recipe.topology.check_reachable((actor.me, actor.peers()) for actor in actors)
+    if recipe.faults is not None:
+        make_faults(recipe.faults, recipe.topology, [actor.me for actor in actors], recipe.run.seed)
     if pipeline:
         recipe.topology.check_reachable(pipeline.neighbours())
 

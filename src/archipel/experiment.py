@@ -30,6 +30,7 @@ from archipel.recipe import (
     recipes_of,
 )
 from archipel.report import Result
+from archipel.yamlfile import read_mapping
 
 if TYPE_CHECKING:  # the live engine imports Ray, which takes a second
     from archipel.checkpoint import Every
@@ -83,6 +84,7 @@ def compare(
     topology: str | Mapping[str, Any] = DEFAULT_TOPOLOGY,
     profile: str | Mapping[str, Any] = DEFAULT_PROFILE,
     task: str | Mapping[str, Any] = "stdlib",
+    faults: Mapping[str, Any] | str | Path | None = None,
     steps: int | None = None,
     tokens: int | None = None,
     seeds: int = 1,
@@ -102,6 +104,8 @@ def compare(
         topology: a preset, a YAML file, or a topology's keys.
         profile: what a message weighs and how long a step takes: a preset, `measured`, or keys.
         task: what is trained; `none` trains nothing, `file.py:function` is one of your own.
+        faults: what goes wrong on purpose, the same for all: a recipe's section `faults`, or a YAML
+            file that has its keys.
         steps: inner steps of all workers together; 10,000 where neither this nor `tokens` is given.
         tokens: instead of `steps`.
         seeds: runs of each method, with seeds `run.seed`, `run.seed` + 1, …
@@ -122,6 +126,7 @@ def compare(
     check_not_importing("compare")
     check_arguments(
         methods=methods,
+        faults=faults,
         seeds=seeds,
         settings=settings,
         target_loss=target_loss,
@@ -139,6 +144,11 @@ def compare(
             "task": task,
             "pipeline": {},
             "run": {"steps": steps, "tokens": tokens},
+            "faults": (
+                read_mapping(Path(faults), "faults file")
+                if isinstance(faults, (str, Path))
+                else faults
+            ),
             "bad_updates": None,
         },
         seeds,

@@ -47,6 +47,14 @@ def compare(
             help="stdlib, synthetic, text (with --set task.path=…), none, or file.py:function."
         ),
     ] = "stdlib",
+    faults: Annotated[
+        Path | None,
+        typer.Option(
+            parser=a_path,
+            metavar="FILE",
+            help="What goes wrong on purpose: a YAML file, as a recipe's section `faults`.",
+        ),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Inner steps of all workers together. Default: 10000.")
     ] = None,
@@ -83,6 +91,7 @@ def compare(
             topology=topology,
             profile=profile,
             task=task,
+            faults=faults,
             steps=steps,
             tokens=tokens,
             seeds=seeds,
