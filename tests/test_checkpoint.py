@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds import small
 
-from archipel import checkpoint, methods, outer, rundir, simulation
+from archipel import checkpoint, experiment, methods, outer, rundir, simulation
 from archipel.actor import NodeId, Start
 from archipel.checkpoint import Every, parse_every
 from archipel.encoding import Decoder, Encoder, Surroundings, class_of
@@ -760,14 +760,37 @@ def test_ctrl_c_saves_and_resume_goes_on_with_all_that_is_not_finished(
     assert archipel("resume", out)[0] == 0
     for name in ("diloco-seed0", "halos-seed0", "noloco-seed0"):
         assert files(out / name) == files(tmp_path / "whole" / name)
-    assert archipel("resume", out) == (
+    before = files(out / "halos-seed0")
+    for folder in (out, out / "halos-seed0"):
+        code, lines = archipel("resume", folder)
+        said = f"archipel: nothing to resume in {folder}: all runs there have ended"
+        assert (code, lines[-1]) == (0, said)
+    assert before.items() <= files(out / "halos-seed0").items()  # a report is beside them
+
+
+@pytest.mark.parametrize("made", [(), ("notes.txt",)], ids=["empty", "with a file"])
+def test_a_folder_without_runs_cannot_be_resumed(
+    archipel: Any, tmp_path: Path, made: tuple[str, ...]
+) -> None:
+    for name in made:
+        (tmp_path / name).touch()
+    assert archipel("resume", tmp_path) == (
         2,
         [
-            f"archipel: nothing to resume in {out}: no run directory (a folder with recipe.yaml) "
-            "whose run has not ended, or of a "
-            "live run its folder `checkpoint` is gone"
+            f"archipel: nothing to resume in {tmp_path}: no run directory (a folder with "
+            "recipe.yaml) whose run has not ended, or of a live run its folder `checkpoint` is gone"
         ],
     )
+
+
+def test_what_is_resumed_though_it_has_ended_keeps_the_target_of_its_recipe(
+    tmp_path: Path,
+) -> None:
+    recipe = {"method": "halos", "task": TASK, "run": {"steps": 400, "target_loss": 4.5}}
+    left = experiment.simulate(recipe, processes=1, out=tmp_path)
+    found = experiment.resume(tmp_path)
+    assert [result.summary for result in found.results] == [left.summary]
+    assert found.target_loss == 4.5
 
 
 def test_a_run_that_is_going_on_is_left_alone(archipel: Any, tmp_path: Path) -> None:

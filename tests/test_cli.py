@@ -4,6 +4,7 @@ again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import warnings
@@ -14,7 +15,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from archipel import __version__
+from archipel import __version__, methods
 
 RUN_KEYS = {
     "method",
@@ -229,6 +230,84 @@ def test_list_shows_what_there_is_and_what_can_be_set(archipel: Any, tmp_path: P
         "regions: {a: [1.0]}"
     )  # a file may be called nearly like a method
     assert "my-halos" in archipel("list", tmp_path / "my-halos.yaml").out
+
+
+@pytest.mark.parametrize(
+    ("one", "kind", "among"),
+    [
+        ("method", "methods", "halos"),
+        ("task", "tasks", "stdlib"),
+        ("topology", "topologies", "two-regions"),
+        ("profile", "profiles", "measured"),
+        ("section", "sections", "pipeline"),
+        ("study", "studies", "noloco-spread"),
+    ],
+)
+def test_list_knows_what_its_kinds_of_names_are_called(
+    archipel: Any, one: str, kind: str, among: str
+) -> None:
+    listed = archipel("list", one)
+    assert listed == archipel("list", kind)
+    names, hint = listed.out.splitlines()
+    assert names in archipel("list").out.splitlines()
+    assert (names.split()[0], among in names) == (kind, True)
+    assert hint == f"`archipel list NAME` says more of each {one}"
+
+
+def test_every_name_that_list_shows_can_be_asked_for(archipel: Any) -> None:
+    """Placeholders, written in capitals or as a function, stand for names of the user's."""
+    shown = [line.split(maxsplit=1)[1].split(", ") for line in archipel("list").out.splitlines()]
+    for name in itertools.chain(*shown):
+        if name not in ("internet-N", "FILE.yaml", "file.py:function"):
+            assert archipel("list", name).code == 0, name
+
+
+def test_list_says_how_to_make_a_study(archipel: Any) -> None:
+    assert archipel("list", "noloco-spread").out == (
+        "noloco-spread is a study: Does the spread of NoLoCo's replicas follow the inner learning "
+        "rate?\n`archipel study noloco-spread` makes it, `archipel study --help` has its options\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("topolgy", " (did you mean 'topology'?)"),
+        ("noloco-spred", " (did you mean 'noloco-spread'?)"),
+        ("gamma", "; it is a setting of noloco, see `archipel list noloco`"),
+        ("run.seed", "; it is a setting of run, see `archipel list run`"),
+        ("probability", "; it is a setting of loss, duplicate, see `archipel list loss`"),
+        ("zzz", ""),
+    ],
+)
+def test_list_says_what_may_be_meant(archipel: Any, name: str, meant: str) -> None:
+    told = f"archipel: nothing is called {name!r}{meant}; `archipel list` shows all names\n"
+    assert archipel("list", name) == (2, "", told)
+
+
+@pytest.mark.parametrize("columns", [None, "80"], ids=["no width", "a narrow terminal's"])
+def test_a_table_in_a_pipe_has_a_line_for_each_row(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    config = methods.load("noloco").Config
+    lines = archipel("list", "noloco").out.splitlines()
+    assert len(lines) == 1 + len(config.model_fields)
+    for line, field in zip(lines[1:], config.model_fields.values(), strict=True):
+        assert str(field.description) in line
+    compared = archipel(
+        *("compare", "--task", "none", "--steps", 2000, "--seeds", 2),
+        *("--methods", "halos,diloco+dynamic_steps", "--out", tmp_path / "out"),
+    )
+    headers, halos, diloco = (
+        next(line for line in compared.out.splitlines() if line.startswith(f"{first} "))
+        for first in ("method", "halos", "diloco+dynamic_steps")
+    )
+    assert headers.split()[-5:] == ["bytes", "over", "slow", "links", "idle"]
+    assert halos.rstrip().endswith("%")
+    assert diloco.rstrip().endswith("%")
 
 
 def test_list_shows_faults_their_kinds_and_what_each_one_takes(archipel: Any) -> None:

@@ -266,12 +266,12 @@ def test_heads_that_do_not_divide_the_width(refused: Any, tmp_path: Path) -> Non
         (
             "diloco.inner_steps=3",
             "--set diloco.inner_steps=3: 'diloco' is none of halos, topology, profile, task, "
-            "pipeline, run, bad_updates",
+            "pipeline, run, faults, bad_updates",
         ),
         (
             "runs.seed=3",
             "--set runs.seed=3: 'runs' is none of halos, topology, profile, task, pipeline, run, "
-            "bad_updates (did you mean 'run'?)",
+            "faults, bad_updates (did you mean 'run'?)",
         ),
         ("halos.accumulate=0", "halos.accumulate = 0: should be greater than or equal to 1"),
         ("halos.inner_steps=0", "halos.inner_steps = 0: should be greater than or equal to 1"),
@@ -333,7 +333,7 @@ def test_nodes_that_cannot_reach_each_other(
     ("recipe", "text"),
     [
         (None, "recipe DIR/recipe.yaml: No such file or directory"),
-        ("", "recipe DIR/recipe.yaml: expected `key: value` lines, found NoneType"),
+        ("", "recipe DIR/recipe.yaml: expected `key: value` lines, found nothing"),
         ("task: none", "recipe: `method` is required, for example `method: halos`; "
                        "methods: async_local_sgd, diloco, halos, noloco, sync_sgd"),
         ("metod: halos", "recipe: unknown key 'metod' (did you mean 'method'?); "
@@ -388,6 +388,48 @@ def test_an_output_that_is_a_file(archipel: Any, tmp_path: Path) -> None:
     told = archipel(*COMPARE, "halos", "--out", out)
     assert told == (2, "", f"archipel: --out {out}: File exists\n")
     assert out.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        ((*COMPARE, "halos", "--out", ""), "--out"),
+        (("run", ""), "RECIPE.yaml"),
+        (("run", "recipe.yaml", "--out", " "), "--out"),
+        (("launch", "recipe.yaml", "--out", ""), "--out"),
+        (("resume", ""), "DIR"),
+        (("report", "runs", ""), "DIR…"),
+        (("report", "runs", "--out", ""), "--out"),
+        (("study", "noloco-spread", "--out", ""), "--out"),
+        (("latency", "--out", ""), "--out"),
+        (("theory", "noloco", "--plots", ""), "--plots"),
+    ],
+)
+def test_a_path_that_is_empty_is_not_the_folder_where_the_command_runs(
+    archipel: Any,
+    arguments: tuple[str, ...],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it is where a shell variable is not set."""
+    monkeypatch.chdir(tmp_path)
+    given = " " if " " in arguments else ""
+    code, printed, complaint = archipel(*arguments)
+    assert (code, printed) == (2, "")
+    assert complaint.splitlines()[-1] == (
+        f"archipel: Invalid value for '{place}': {given!r} is no name of a file or folder; '.' is "
+        "the folder where the command runs."
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dot_is_the_folder_where_the_command_runs(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert archipel(*COMPARE, "halos", "--out", ".").code == 0
+    assert (tmp_path / "report.html").is_file()
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])

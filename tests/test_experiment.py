@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import io
 import json
 import subprocess
 import sys
@@ -9,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import archipel
+from archipel import arguments, methods, report
 from archipel.errors import Diverged, UserError
 from archipel.recipe import Recipe, parse_recipe
 
@@ -100,6 +104,18 @@ def test_what_cannot_run_is_refused_and_leaves_no_folder(
         archipel.simulate({"method": "halos", "task": "none", "run": {"tokens": 10}})
     assert not list(tmp_path.rglob("*.yaml"))
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_every_method_trains_and_is_compared(tmp_path: Path) -> None:
+    """Methods differ in what they count: synchronous SGD has no outer steps."""
+    small = {"task.layers": 1, "task.width": 16, "task.heads": 2, "task.sequence": 16}
+    settings = small | {"task.valid_sequences": 8, "run.evaluations": 4}
+    compared = archipel.compare(
+        task="synthetic", steps=160, settings=settings, processes=1, out=tmp_path
+    )
+    assert {result.summary["method"] for result in compared.results} == set(methods.names())
+    assert all(result.summary["final_loss"] for result in compared.results)
+    assert "too few to judge it" in (tmp_path / "report.html").read_text()
 
 
 def test_runs_that_diverge_are_named_and_the_others_compared(tmp_path: Path) -> None:
@@ -203,6 +219,122 @@ def test_importing_archipel_imports_neither_ray_nor_matplotlib() -> None:
 def test_no_seed_is_no_comparison() -> None:
     with pytest.raises(UserError, match=r"^--seeds 0: must be at least 1$"):
         archipel.compare("diloco", seeds=0, task="none", steps=100)
+
+
+OWN = """
+import torch
+from archipel import Task
+
+def make():
+    return Task(
+        model=lambda: torch.nn.Linear(2, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batches=lambda shard, index: torch.ones(4, 2),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    )
+
+def named():
+    return dataclasses.replace(make(), description="a line", tokens_per_step=4)
+
+import dataclasses
+"""
+
+
+def test_a_task_of_ones_own_is_named_and_has_the_tokens_that_it_states(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    common: dict[str, Any] = {"topology": "two-regions", "steps": 256, "processes": 1}
+    for function, real, tokens in (
+        ("make", "own.py:make, a task of your own", None),
+        ("named", "a line", 4 * 256),
+    ):
+        task = f"{tmp_path}/own.py:{function}"
+        out = tmp_path / function
+        found = archipel.compare(
+            "diloco", task=task, settings={"diloco.inner_steps": 4}, out=out, **common
+        )
+        [row] = found.to_dicts()
+        assert (row["inner_steps"], row["tokens"]) == (256, tokens)
+        assert f"Real: gradients of {real}. Modelled: " in report.headline(found.results)
+        text = io.StringIO()
+        Console(width=200, file=text).print(report.table(found.results, found.target_loss))
+        counted = "inner steps" if tokens is None else "tokens"
+        headers = " ".join(text.getvalue().split("\n")[0].split())
+        assert f"final loss {counted} bytes over slow links" in headers
+        assert f"{counted.capitalize()}, bytes and idle time" in " ".join(text.getvalue().split())
+    task = f"{tmp_path}/own.py:make"
+    why = f"task {task} has no tokens, for its Task states no tokens_per_step; give"
+    del common["steps"]
+    with pytest.raises(UserError) as error:
+        archipel.compare("diloco", task=task, tokens=1000, out=tmp_path / "no", **common)
+    assert str(error.value) == f"run.tokens = 1000: {why} steps"
+    with pytest.raises(UserError) as error:
+        archipel.compare("diloco", task=task, checkpoint_every=9, out=tmp_path / "no", **common)
+    assert str(error.value) == (
+        f"--checkpoint-every 9: {why} seconds on this machine, such as 600s"
+    )
+    assert not (tmp_path / "no").exists()
+
+
+RECIPE = "expected a recipe's fields, or the path of a YAML file"
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("simulate", {"recipe": None}, f"recipe = None: {RECIPE}"),
+    ("simulate", {"recipe": 3}, f"recipe = 3: {RECIPE}"),
+    ("simulate", {"recipe": ["method"]}, f"recipe = ['method']: {RECIPE}"),
+    ("simulate", {"recipe": ""}, f"recipe = '': {RECIPE}"),
+    ("launch", {"recipe": None}, f"recipe = None: {RECIPE}"),
+    ("launch", {"recipe": {"method": "diloco"}, "address": 6379},
+     "address = 6379: expected a text such as '10.0.0.1:6379', or None"),
+    ("launch", {"recipe": {"method": "diloco"}, "insecure": "yes"},
+     "insecure = 'yes': expected True or False"),
+    ("resume", {"directory": None}, "directory = None: expected the path of a folder"),
+    ("compare", {"methods": None},
+     "methods = None: expected names such as 'halos,diloco', or a list of names and mappings"),
+    ("compare", {"methods": {"name": "halos"}},
+     "methods = {'name': 'halos'}: expected names such as 'halos,diloco', or a list of names and "
+     "mappings"),
+    ("compare", {"methods": [3]},
+     "method = 3: expected a name, or keys with `name` among them; methods: async_local_sgd, "
+     "diloco, halos, noloco, sync_sgd"),
+    ("compare", {"seeds": "two"}, "seeds = 'two': expected a whole number, at least 1"),
+    ("compare", {"seeds": True}, "seeds = True: expected a whole number, at least 1"),
+    ("compare", {"settings": ["run.seed=1"]},
+     "settings = ['run.seed=1']: expected values by `section.key`, such as {'run.seed': 1}"),
+    ("compare", {"settings": {1: 2}},
+     "settings = {1: 2}: expected values by `section.key`, such as {'run.seed': 1}"),
+    ("compare", {"target_loss": "2.4"}, "target_loss = '2.4': expected a finite number, or None"),
+    ("compare", {"processes": 0}, "processes = 0: expected a whole number, at least 1, or None"),
+    ("compare", {"checkpoint_every": 1.5},
+     "checkpoint_every = 1.5: expected tokens such as 1000000, seconds such as '600s', or None"),
+    ("compare", {"strict": None}, "strict = None: expected True or False"),
+    ("compare", {"out": ""}, "out = '': expected the path of a folder, or None: a new one"),
+    ("compare", {"out": 1}, "out = 1: expected the path of a folder, or None: a new one"),
+    ("compare", {"progress": None}, "progress = None: expected a function"),
+    ("compare", {"topology": None},
+     "topology = None: expected a preset's name, a YAML file, or the topology's keys"),
+    ("compare", {"profile": 3},
+     "profile = 3: expected a name, or keys with `name` among them"),
+    ("compare", {"task": None}, "task = None: expected a name, or keys with `name` among them"),
+    ("compare", {"steps": "many"}, "run.steps = 'many': should be a valid integer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "given", "text"), WRONG)
+def test_arguments_of_a_wrong_kind_are_named_with_what_is_allowed(
+    function: str, given: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = {"task": "none", "steps": 100} if function == "compare" else {}
+    with pytest.raises(UserError) as error:
+        getattr(archipel, function)(**{**common, **given})
+    assert str(error.value) == text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_check_knows_every_argument() -> None:
+    """All but those that a recipe checks."""
+    of_recipes = {"topology", "profile", "task", "steps", "tokens"}
+    for function in (archipel.compare, archipel.simulate, archipel.launch, archipel.resume):
+        assert {*inspect.signature(function).parameters} - of_recipes <= {*arguments._ALLOWED}
 
 
 def test_a_misspelt_name_is_an_attribute_error() -> None:

@@ -4,6 +4,7 @@ to fail; the fuzzer.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from worlds import TINY, Quadratic, ledger_of, plain, small, train_with, workers_of
 
-from archipel import fuzz, methods, rundir, simulation
+from archipel import experiment, fuzz, methods, report, rundir, simulation
 from archipel.actor import Joined, Lost, Message, NodeId, Trained, World
 from archipel.errors import TrainingError, UserError
 from archipel.methods import async_local_sgd
@@ -34,6 +35,7 @@ from archipel.sim.network import Network
 from archipel.sim.schedule import Faults
 from archipel.sim.topology import Topology
 from archipel.train.trainer import Done, NoTraining
+from archipel.yamlfile import parse
 
 ALL = methods.names()
 A, B = "a/w0", "b/w0"
@@ -904,6 +906,105 @@ def test_a_live_run_makes_no_faults() -> None:
         live.launch(recipe("diloco", CRASH), Path("nowhere"))
 
 
+def test_a_fault_counts_as_one_that_happened_if_it_began_before_the_end(tmp_path: Path) -> None:
+    """The run ends after 100 s: of the faults at 10, 99, 100 and 5000 s two have happened."""
+    schedule = [
+        {"kind": "slow", "node": "east/w0", "at_s": at_s, "for_s": 1, "factor": 2}
+        for at_s in (10, 99, 100, 5000)
+    ]
+    recipe = {
+        "method": "diloco",
+        "topology": "two-regions",
+        "task": "none",
+        "run": {"steps": 10**6, "seconds": 100},
+        "faults": {"schedule": schedule},
+    }
+    found = experiment.simulate(recipe, out=tmp_path)
+    assert found.summary["time_s"] == 100
+    assert (found.summary["faults_planned"], found.summary["faults_happened"]) == (4, 2)
+    assert found.summary["modelled"].endswith(", 4 faults planned on purpose")
+    assert report.incidents([found]) == [
+        "diloco: 2 of 4 planned faults happened; the run ended before the others"
+    ]
+
+
+# Comparing
+
+ONE_CRASH = (
+    "schedule:\n- {kind: crash, node: NODE, at_s: 10, restart_after_s: 20}\nsave_every_s: 5\n"
+)
+
+
+def compared(archipel: Any, tmp_path: Path, faults: str, *more: object) -> Any:
+    (tmp_path / "faults.yaml").write_text(faults)
+    return archipel(
+        *("compare", "--task", "none", "--steps", 2000, "--topology", "two-regions"),
+        *("--methods", "halos,diloco", "--faults", tmp_path / "faults.yaml"),
+        *("--out", tmp_path / "out", *more),
+    )
+
+
+def test_all_methods_of_a_comparison_have_the_same_faults(archipel: Any, tmp_path: Path) -> None:
+    """As a recipe with these faults has."""
+    told = compared(archipel, tmp_path, ONE_CRASH.replace("NODE", "east/w0"))
+    assert told.code == 0, told.err
+    assert "1 fault planned on purpose. 1 seed." in told.out
+    for method in ("halos", "diloco"):
+        recipe = {
+            "method": method,
+            "task": "none",
+            "topology": "two-regions",
+            "run": {"steps": 2000},
+            "faults": parse(ONE_CRASH.replace("NODE", "east/w0")),
+        }
+        alone = experiment.simulate(recipe, out=tmp_path / "alone").directory
+        [together] = (tmp_path / "out").glob(f"{method}-seed0")
+        for name in ("recipe.yaml", "metrics.jsonl", "trace.json"):
+            assert (together / name).read_bytes() == (alone / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("faults", "text"),
+    [
+        (
+            ONE_CRASH.replace("NODE", "east/w9"),
+            "faults.schedule.0.node = 'east/w9': allowed are east/global, ",
+        ),
+        (  # HALoS has it, DiLoCo does not
+            ONE_CRASH.replace("NODE", "east/global"),
+            "faults.schedule.0.node = 'east/global': allowed are east/w0, ",
+        ),
+        ("method: halos", "faults.method: unknown key 'method'; allowed: schedule, random, "),
+        ("- crash", "faults file DIR/faults.yaml: expected `key: value` lines, found a list"),
+    ],
+)
+def test_faults_that_one_of_the_methods_cannot_have_are_refused_before_any_runs(
+    archipel: Any, tmp_path: Path, faults: str, text: str
+) -> None:
+    told = compared(archipel, tmp_path, faults)
+    assert (told.code, told.out) == (2, "")
+    assert told.err.replace(str(tmp_path), "DIR").startswith(f"archipel: {text}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_in_stages_is_compared_without_faults(archipel: Any, tmp_path: Path) -> None:
+    faults, stages = ONE_CRASH.replace("NODE", "east/w0"), ("--set", "pipeline.stages=2")
+    told = compared(archipel, tmp_path, faults, *stages, "--methods", "diloco")
+    assert told.err.startswith("archipel: faults: a model in stages (pipeline.stages = 2) cannot")
+
+
+def test_a_comparisons_faults_can_be_set_and_given_as_keys(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"topology": "two-regions", "task": "none", "steps": 1000}
+    random = {"until_s": 60, "slow_per_hour": 600}
+    given = experiment.compare(
+        "diloco", faults={"random": random}, out=tmp_path / "a", **common
+    ).results[0]
+    put = experiment.compare(
+        "diloco", settings={"faults.random": random}, out=tmp_path / "b", **common
+    ).results[0]
+    assert given.summary["faults_planned"] == put.summary["faults_planned"] > 0
+
+
 # The fuzzer
 
 
@@ -917,6 +1018,36 @@ def test_what_is_found_depends_on_the_seed_and_not_on_the_number_of_processes() 
     here = fuzz.fuzz(4, 0)
     assert here == fuzz.fuzz(4, 0, processes=2)
     assert here != fuzz.fuzz(4, 1)
+
+
+def test_ctrl_c_ends_a_fuzzer_with_what_it_has_found_so_far() -> None:
+    def press(done: int, failed: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    assert fuzz.fuzz(50, 0, progress=press) == fuzz.fuzz(3, 0)
+
+
+@pytest.mark.parametrize("json", [(), ("--json",)], ids=["table", "json"])
+def test_a_fuzzer_that_is_stopped_says_how_far_it_came(
+    archipel: Any, monkeypatch: pytest.MonkeyPatch, json: tuple[str, ...]
+) -> None:
+    usual, calls = fuzz.outcome_of, itertools.count(1)
+
+    def outcome_of(recipe: dict[str, Any]) -> fuzz.Outcome:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return usual(recipe)
+
+    monkeypatch.setattr(fuzz, "outcome_of", outcome_of)
+    told = archipel("fuzz", "--schedules", 2000, "--processes", 1, *json)
+    assert told.code == 130
+    said = "archipel: interrupted after 3 of 2,000 schedules, 0 violations\n"
+    assert told.err == said
+    if json:
+        assert told.out == '{"schedules": 3, "violations": 0, "failures": []}\n'
+    else:
+        assert told.out.splitlines()[-1] == "3 schedules, 0 violations"
 
 
 def outcome(

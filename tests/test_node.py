@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from archipel.actor import Actor, Context, Gradient, Message, NodeId, Refused, Trained, Update
+from archipel.actor import (
+    Actor,
+    Context,
+    Gradient,
+    Message,
+    NodeId,
+    Reduced,
+    Refused,
+    Trained,
+    Update,
+)
 from archipel.errors import TrainingError
+from archipel.run import wire
 from archipel.run.metrics import Recorder, Training
 from archipel.run.node import Node
 from archipel.run.screening import Screen, ScreeningConfig
@@ -179,3 +192,69 @@ def test_a_gradient_is_one_inner_step_if_something_is_trained(losses_count: bool
     assert not node.busy
     assert loss == (0.0 if losses_count else None)
     assert recorder.trainings == ([Training(12.5, ME, 1, 0.0, 40)] if losses_count else [])
+
+
+# Vectors that others hold too
+
+
+@dataclass(kw_only=True)
+class Writer(Actor):
+    """Does something with the first vector of what it hears."""
+
+    does: Callable[[Tensor], object]
+
+    def upon(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        self.does(wire.vectors(message)[0])
+
+
+IN_PLACE: dict[str, Callable[[Tensor], object]] = {
+    "add_": lambda vector: vector.add_(1),
+    "an operator": lambda vector: operator.iadd(vector, 1),
+    "a slice": lambda vector: vector[1:2].fill_(3.0),
+    "an entry": lambda vector: vector.__setitem__(0, 3.0),
+    "a view": lambda vector: vector.view(2, 2).zero_(),
+    "copy_": lambda vector: vector.copy_(torch.ones(4)),
+    "out=": lambda vector: torch.mul(vector, 2, out=vector),
+    "without gradients": lambda vector: torch.no_grad()(vector.mul_)(2),
+}
+
+
+@pytest.mark.parametrize("how", IN_PLACE)
+@pytest.mark.parametrize(
+    ("kind", "sender"),
+    [
+        (Note, PEER),
+        (Update, PEER),
+        (lambda mean: Reduced(mean, (ME, PEER)), ME),
+    ],
+    ids=["a message", "an update", "a mean"],
+)
+def test_a_vector_that_others_hold_too_is_not_changed_in_place(
+    how: str, kind: Callable[[Tensor], Message], sender: NodeId
+) -> None:
+    message, moment = kind(torch.zeros(4)), Moment()
+    node = Node(Writer(me=ME, does=IN_PLACE[how]), parameters=4, numel=4)
+    with pytest.raises(TrainingError) as error:
+        node.handle(message, sender, moment, Recorder())  # type: ignore[arg-type]
+    assert str(error.value) == (
+        f"{ME} changed a vector in place that it was sent in {type(message).__name__} by {sender}: "
+        "others may hold the same one; clone it before"
+    )
+
+
+@pytest.mark.parametrize(
+    ("does", "message", "sender"),
+    [
+        (lambda vector: vector.clone().add_(1), Note(torch.zeros(4)), PEER),
+        (lambda vector: vector + 1, Reduced(torch.zeros(4), (ME, PEER)), ME),
+        (lambda vector: vector.add_(1), Trained(torch.zeros(4), 1, (2.0,)), ME),
+        (lambda vector: vector.add_(1), Gradient(torch.zeros(4), 2.0), ME),
+        (lambda vector: vector.add_(1), Note(torch.zeros(4)), ME),
+    ],
+    ids=["a clone", "a sum", "my inner steps", "my gradient", "my note to myself"],
+)
+def test_what_is_its_own_an_actor_may_change(
+    does: Callable[[Tensor], object], message: Message, sender: NodeId
+) -> None:
+    node, moment = Node(Writer(me=ME, does=does), parameters=4, numel=4), Moment()
+    node.handle(message, sender, moment, Recorder())  # type: ignore[arg-type]

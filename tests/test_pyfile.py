@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import archipel
 from archipel import pyfile
+from archipel.errors import UserError
+from archipel.methods import blaming
+from archipel.sim.verbs import NodeContext
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +69,62 @@ def test_a_neighbour_does_not_hide_what_the_first_file_alone_has(tmp_path: Path)
     second.write_text("from neighbour import VALUE\n")
     pyfile.import_file(first, "here")
     assert pyfile.import_file(second, "here").VALUE == 1  # it lies on the path already
+
+
+# A method that fails
+
+EXAMPLE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+BUILD = "    everybody = tuple"
+COMPUTE = "        ctx.train(self.theta, self.steps, self.progress)"
+FAILING = {  # what stands in CONTRIBUTING.md, what is put before it, and what that raises
+    "build": (BUILD, "    world.workres", "AttributeError: 'World' object has no attribute 'wor"),
+    "a message": (COMPUTE, "        {}['steps']", "KeyError: 'steps'"),
+    "a late message": (
+        COMPUTE, "        1 / (self.round < 2)", "ZeroDivisionError: division by zero"),
+    "arithmetic": (COMPUTE, "        outer.mean([None])", "AttributeError: 'NoneType' object has"),
+    "a library": (COMPUTE, "        math.sqrt(-1.0)", "ValueError: math domain error"),
+}  # fmt: skip
+
+
+def method(folder: Path, before: str, line: str) -> tuple[Path, int]:
+    """The method of CONTRIBUTING.md with one more line, and that line's number."""
+    [code] = re.findall(r"```python\n(.*?)```", EXAMPLE.read_text(), flags=re.DOTALL)
+    code = code.replace(
+        "from dataclasses", "import math\nfrom archipel import outer\nfrom dataclasses"
+    )
+    assert code.count(before) == 1
+    file = folder / "own.py"
+    file.write_text(code.replace(before, f"{line}\n{before}"))
+    return file, 1 + file.read_text().splitlines().index(line)
+
+
+@pytest.mark.parametrize("where", FAILING)
+def test_a_users_method_that_fails_is_told_with_its_file_and_line(
+    where: str, tmp_path: Path
+) -> None:
+    before, line, text = FAILING[where]
+    file, number = method(tmp_path, before, line)
+    with pytest.raises(UserError) as error:
+        archipel.compare([str(file)], task="none", steps=2048, out=tmp_path / "out")
+    said = f"method = '{file}': it failed at {file}:{number}: {text}"
+    assert str(error.value).startswith(said)
+    assert type(error.value.__cause__).__name__ == text.partition(":")[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_of_an_engine_is_not_blamed_on_the_method_that_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(NodeContext, "_end_s", broken)
+    broken.__code__ = broken.__code__.replace(co_filename=NodeContext.train.__code__.co_filename)
+    file, _ = method(tmp_path, BUILD, "    math")
+    with pytest.raises(KeyError, match="ours"):
+        archipel.compare([str(file)], task="none", steps=2048, out=tmp_path / "out")
+
+
+def test_a_method_of_the_package_is_never_the_users_mistake() -> None:
+    with pytest.raises(KeyError), blaming("halos"):
+        raise KeyError("ours")

@@ -20,7 +20,7 @@ from archipel.recipe import (
 )
 from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.topology import PRESETS, PROFILES, Profile, load_topology
-from archipel.train.task import StdlibTask
+from archipel.train.task import StdlibTask, make_task
 from archipel.yamlfile import parse
 
 
@@ -275,6 +275,64 @@ def test_what_only_looks_like_one_is_text(text: str) -> None:
     assert parse(text) == text
 
 
+@pytest.mark.parametrize("word", ["no", "No", "off", "OFF", "yes", "on", "y", "n"])
+def test_a_word_that_old_yaml_takes_for_true_or_false_is_text(word: str) -> None:
+    assert parse(f"{word}: {word}") == {word: word}
+    topology = {"regions": {word: [1.0], "other": [1.0]}, "default": {"bandwidth_gbit_s": 1.0}}
+    recipe = parse_recipe(halos(topology=topology, label=word))
+    assert parse_recipe(parse(recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize("written", ["true", "True", "TRUE", "false", "False", "FALSE"])
+def test_true_and_false_are_no_text(written: str) -> None:
+    assert parse(written) is (written.lower() == "true")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("method: no", "method = 'no': allowed are async_local_sgd, diloco, halos, noloco, "
+                       "sync_sgd and files such as my_method.py (did you mean 'noloco'?)"),
+        ("method: {name: nolco}", "method = 'nolco': allowed are async_local_sgd, diloco, halos, "
+                                  "noloco, sync_sgd and files such as my_method.py (did you mean "
+                                  "'noloco'?)"),
+        ("method: {name: }", "method.name = None: expected a name, as text"),
+        ("method: {name: true}", "method.name = True: expected a name, as text"),
+        ("{method: halos, task: no}", "task = 'no': allowed are none, stdlib, synthetic, text and "
+                                      "your own 'file.py:function' (did you mean 'none'?)"),
+        ("{method: halos, task: {name: 3}}", "task.name = 3: expected a name, as text"),
+        ("{method: halos, task: own.py}", "task = 'own.py': allowed are none, stdlib, synthetic, "
+                                          "text and your own 'file.py:function'; name its "
+                                          "function too: 'own.py:make'"),
+        ("{method: halos, topology: {name: }}", "topology.name = None: expected a name, as text"),
+        ("{method: halos, topology: off}", "topology 'off' is neither a preset (halos-4x4, "
+                                           "halos-4x4-2x, uneven-2-6, two-regions, one-node, "
+                                           "internet-N) nor a YAML file"),
+        ("{method: halos, profile: {name: no}}", "profile = 'no': allowed are pythia-70m-h100, "
+                                                 "measured"),
+        ("{method: halos, run: {strict: yes}}", "run.strict = 'yes': should be true or false"),
+        ("{method: halos, run: {steps: 0}}", "run.steps = 0: should be greater than or equal to 1"),
+        ("{method: halos, run: off}", "run = 'off': expected keys such as `steps: 10000`"),
+    ],
+)  # fmt: skip
+def test_what_is_written_in_a_recipe_is_told_as_it_was_written(
+    written: Any, line: str, text: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        written(line)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"), [(":make", "file"), ("own.py:", "function"), (":", "file")]
+)
+def test_a_task_of_ones_own_names_its_file_and_its_function(name: str, lacking: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_task(parse_recipe(halos(task=name)).task)
+    said = f"task.name = {name!r}: no {lacking} is named; expected 'file.py:function'"
+    assert str(error.value) == said
+
+
 def test_whole_numbers_stay_whole() -> None:
     assert isinstance(parse("12"), int)
 
@@ -394,9 +452,9 @@ def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> No
 @pytest.mark.parametrize(
     ("text", "rest"),
     [
-        ("", ": expected `key: value` lines, found NoneType"),
-        ("- a", ": expected `key: value` lines, found list"),
-        ("halos", ": expected `key: value` lines, found str"),
+        ("", ": expected `key: value` lines, found nothing"),
+        ("- a", ": expected `key: value` lines, found a list"),
+        ("halos", ": expected `key: value` lines, found a text"),
         ("a: [1", " is not YAML: while parsing a flow sequence in"),
         ("a: @b", " is not YAML: while scanning for the next token found character '@'"),
     ],
@@ -527,7 +585,7 @@ def test_a_recipe_says_what_it_lacks(data: dict[str, Any], text: str) -> None:
         ),
         (
             {"name": "diloco", "dynamic_steps": 1},
-            "diloco.dynamic_steps = 1: should be a valid boolean",
+            "diloco.dynamic_steps = 1: should be true or false",
         ),
         (
             {"name": "diloco", "outer_lr": [0.7]},

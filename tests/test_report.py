@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from archipel import report
-from archipel.report import ReportError, words
+from archipel.report import ReportError, plots, words
 
 SUMMARY: dict[str, Any] = {
     "method": "halos",
@@ -333,23 +333,65 @@ def test_bytes_have_three_digits(tmp_path: Path, count: float, shown: str) -> No
     )
 
 
-def test_timing_only_runs_are_compared_by_time(tmp_path: Path) -> None:
-    slow = write_run(tmp_path / "slow", "slow", [None, None], every_s=3725.0, loss_name=None)
-    fast = write_run(tmp_path / "fast", "fast", [None, None], every_s=59.6)
-    assert report.target_loss([slow, fast]) is None
-    lines = [" ".join(line.split()) for line in printed([slow, fast], None).splitlines()]
-    assert lines == [
-        "method time inner steps outer steps bytes over slow links idle",
-        "fast 0:01:00 400 8 2.50 GB 12.5%",
-        "slow 1:02:05 400 8 2.50 GB 12.5%",
-        "All figures are of whole runs.",
+def timing(directory: Path, label: str, time_s: float, steps: int, **more: Any) -> report.Result:
+    """A run in which nothing was trained."""
+    return write_run(
+        directory,
+        label,
+        [None, None],
+        every_s=time_s,
+        inner_steps=steps,
+        loss_name=None,
+        **more,
+    )
+
+
+def test_timing_only_runs_are_compared_by_time_per_inner_step(tmp_path: Path) -> None:
+    """Each method stops at its own distance behind the plan: the run that ends first is not the
+    fastest.
+    """
+    slow = timing(tmp_path / "slow", "slow", 3725.0, 1000)
+    short = timing(tmp_path / "short", "short", 59.6, 1000)  # 59.6 ms a step
+    further = timing(tmp_path / "further", "further", 60.4, 1100)  # 54.9 ms a step
+    runs = [slow, short, further]
+    assert report.target_loss(runs) is None
+    rows = report.rows(runs, None)
+    assert [row["label"] for row in rows] == ["further", "short", "slow"]
+    assert [row["time_per_step_s"] for row in rows] == pytest.approx([60.4 / 1100, 0.0596, 3.725])
+    lines = [" ".join(line.split()) for line in printed(runs, None).splitlines()]
+    assert lines[:4] == [
+        "method time per inner step time inner steps outer steps bytes over slow links idle",
+        "further 54.9 ms 0:01:00 1,100 8 2.50 GB 12.5%",
+        "short 59.6 ms 0:01:00 1,000 8 2.50 GB 12.5%",
+        "slow 3.73 s 1:02:05 1,000 8 2.50 GB 12.5%",
     ]
-    page = report.write([slow, fast], tmp_path / "out").read_text()
-    assert "No losses to compare: this is about time and bytes." in page
+    assert " ".join(lines[4:]) == (
+        "All figures are of whole runs. A run ends when its model changes at or after the planned "
+        "inner steps, and with some methods that is many steps later: compare times per inner "
+        "step, by which the methods are ordered."
+    )
+    page = report.write(runs, tmp_path / "out").read_text()
+    assert (
+        "further takes the least time per inner step, 54.9 ms; slow takes 67.8× as long. No losses "
+        "to compare: this is about time and bytes."
+    ) in page
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "report.html",
         "timeline.png",
     ]
+
+
+def test_the_time_per_inner_step_is_a_mean_over_seeds_of_runs_that_have_some(
+    tmp_path: Path,
+) -> None:
+    seeds = [timing(tmp_path / f"{n}", "halos", 60.0, 1000 * n, seed=n) for n in (1, 2)]
+    nothing = timing(tmp_path / "nothing", "nothing", 0.0, 0)
+    last, first = report.rows([nothing, *seeds], None)[::-1]
+    assert first["time_per_step_s"] == pytest.approx(0.045)
+    assert first["time_per_step_s_sd"] == pytest.approx(statistics.stdev([0.06, 0.03]))
+    assert (last["label"], last["time_per_step_s"]) == ("nothing", None)
+    assert "60.0 ms" not in printed([nothing, *seeds], None)
+    assert "45.0 ms ±21.2 ms" in printed([nothing, *seeds], None)
 
 
 def test_headline_says_what_is_real_and_what_is_modelled(
@@ -381,22 +423,42 @@ def test_runs_of_different_worlds_are_not_compared_in_silence(
 
 
 @pytest.mark.parametrize(
-    ("losses", "outer_steps", "said"),
+    ("losses", "outer_steps", "absorbed_steps", "said"),
     [
-        ([3.0, 2.0, 1.9, 1.8, 1.7], 4, None),
+        ([3.0, 2.0, 1.9, 1.8, 1.7], 4, 400, None),
         (
             [3.0, 2.0, 1.9, 1.8, 1.7],
             3,
+            400,
             "one has 3 outer steps and 4 evaluations after the start: too few to judge it.",
         ),
-        ([3.0, 2.0], 9, "one has 9 outer steps and 1 evaluation after the start: too few to judge"),
-        ([None, None], 1, None),  # nothing is trained
+        (
+            [3.0, 2.0],
+            9,
+            400,
+            "one has 9 outer steps and 1 evaluation after the start: too few to judge it.",
+        ),
+        # A method without outer steps, as synchronous SGD; and one that got to none.
+        ([3.0, 2.0, 1.9, 1.8, 1.7], None, 400, None),
+        ([3.0, 2.0], None, 400, "one has 1 evaluation after the start: too few to judge it."),
+        (
+            [3.0, 3.0, 3.0, 3.0, 3.0],
+            None,
+            0,
+            "one has 0 outer steps and 4 evaluations after the start: too few to judge it.",
+        ),
+        ([None, None], 1, 400, None),  # nothing is trained
     ],
 )
 def test_a_method_that_hardly_took_a_step_is_named(
-    losses: list[float | None], outer_steps: int, said: str | None, tmp_path: Path
+    losses: list[float | None],
+    outer_steps: int | None,
+    absorbed_steps: int,
+    said: str | None,
+    tmp_path: Path,
 ) -> None:
-    run = write_run(tmp_path / "one", "one", losses, outer_steps=outer_steps)
+    counted = {"outer_steps": outer_steps, "absorbed_steps": absorbed_steps}
+    run = write_run(tmp_path / "one", "one", losses, **counted)
     notes = words.notes([run], 2.0 if losses[0] else None)
     assert ("too few" in notes) == (said is not None)
     assert said is None or said in notes
@@ -588,18 +650,84 @@ def test_corrupt_files_are_named(tmp_path: Path) -> None:
         report.load(directory)
 
 
+def test_names_that_the_font_cannot_draw_are_drawn_without_a_warning(tmp_path: Path) -> None:
+    """Warnings are errors here."""
+    run = write_run(tmp_path / "run", "方法", [3.0, 2.0], loss_name="損失", spread=0.1)
+    trace = (tmp_path / "run" / "trace.json").read_text()
+    (tmp_path / "run" / "trace.json").write_text(
+        trace.replace("r0/", "zürich/").replace("r1/", "北京/")
+    )
+    page = report.write([run], tmp_path / "out")
+    assert "方法" in page.read_text()
+    assert plots.drawable("zürich-Ω_北京.1") == "zürich-Ω_??.1"
+
+
+def test_faults_that_would_have_come_after_the_end_are_said_not_to_have_happened(
+    tmp_path: Path,
+) -> None:
+    def run(label: str, seed: int, happened: int, planned: int) -> report.Result:
+        counts = {"faults_happened": happened, "faults_planned": planned}
+        return write_run(tmp_path / f"{label}{seed}", label, [3.0, 2.0], seed=seed, **counts)
+
+    runs = [run("halos", 0, 1, 3), run("halos", 1, 2, 3), run("noloco", 0, 3, 3)]
+    said = "halos: 3 of 6 planned faults happened; the run ended before the others"
+    assert report.incidents(runs) == [said]
+    assert said in words.notes(runs, 2.0)
+
+
 def test_a_target_above_the_first_loss_is_reached_by_training_and_not_by_starting(
     tmp_path: Path,
 ) -> None:
-    """A run that ends above where it started sets such a target; it is met at the first evaluation
-    after the start.
-    """
-    worse = write_run(tmp_path / "worse", "worse", [3.0, 1.0, 9.0])
+    """It is met at the first evaluation after the start."""
+    fast = write_run(tmp_path / "fast", "fast", [3.0, 1.0, 0.5])
+    slow = write_run(tmp_path / "slow", "slow", [3.0, 2.0, 1.0], every_s=40.0)
+    assert [row["speed_up"] for row in report.rows([fast, slow], 9.0)] == [4.0, 1.0]
+    report.write([fast, slow], tmp_path / "out", 3.0)  # a target between the starts' losses
+
+
+@pytest.mark.parametrize("losses", [[3.0, 1.0, 9.0], [3.0, 1.0, float("nan")], [3.0, 1.0, 3.01]])
+def test_a_run_that_diverged_gets_no_speed_up_and_sets_no_target(
+    losses: list[float], tmp_path: Path
+) -> None:
+    """It meets the target before the others do, and then its loss rises."""
+    worse = write_run(tmp_path / "worse", "worse", losses)
     better = write_run(tmp_path / "better", "better", [3.0, 2.0, 1.0], every_s=40.0)
-    target = report.target_loss([worse, better])
-    assert target == 9.0
-    assert [row["speed_up"] for row in report.rows([worse, better], target)] == [4.0, 1.0]
-    report.write([worse, better], tmp_path / "out", 3.0)  # a target between the starts' losses
+    third = write_run(tmp_path / "third", "third", [3.0, 2.5, 1.5], every_s=80.0)
+    runs = [worse, better, third]
+    target = report.target_loss(runs)
+    assert target == 1.5
+    rows = report.rows(runs, target)
+    assert [row["label"] for row in rows] == ["better", "third", "worse"]
+    assert [row["diverged"] for row in rows] == [0, 0, 1]
+    assert [row["speed_up"] for row in rows] == pytest.approx([160 / 60, 1.0, None])
+    assert [row["times_slower"] for row in rows] == pytest.approx([1.0, 160 / 60, None])
+    page = report.write(runs, tmp_path / "out").read_text()
+    assert "better reaches the target loss first, after 60.0 s; third takes 2.67×" in page
+    assert "worse has diverged: it ends with a loss above the one that it began with, or" in page
+
+
+def test_one_seed_that_diverges_takes_its_method_out_of_the_comparison(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"{n}", "halos", losses, seed=n)
+        for n, losses in enumerate([[3.0, 1.0, 0.5], [3.0, 1.0, 4.0]])
+    ]
+    assert report.target_loss(runs) == 0.5
+    [row] = report.rows(runs, 2.0)
+    assert (row["reached"], row["diverged"], row["speed_up"]) == (2, 1, None)
+    assert "halos has diverged with 1 of 2 seeds: it ends" in words.notes(runs, 2.0)
+    said = "No method reaches the target loss with all of its seeds and does not diverge."
+    assert words.finding([row], 2.0) == said
+
+
+def test_where_all_runs_diverged_the_worst_one_still_sets_the_target(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"{end}", f"to-{end}", [3.0, 1.0, float(end)]) for end in (4, 5)]
+    assert report.target_loss(runs) == 5.0
+    assert [row["speed_up"] for row in report.rows(runs, 5.0)] == [None, None]
+
+
+def test_a_run_that_is_stopped_right_after_its_start_has_not_diverged(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "run", [3.0], stopped="interrupted")
+    assert [row["diverged"] for row in report.rows([run], 3.0)] == [0]
 
 
 # Runs that are not seeds of one experiment

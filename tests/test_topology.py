@@ -208,7 +208,7 @@ def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "- a\n- b\n")
     with pytest.raises(UserError) as error:
         load_topology(path)
-    assert str(error.value) == f"topology file {path}: expected `key: value` lines, found list"
+    assert str(error.value) == f"topology file {path}: expected `key: value` lines, found a list"
 
 
 def test_an_unknown_key_names_the_nearest_and_all() -> None:

@@ -42,7 +42,14 @@ Group = tuple[NodeId, ...]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Message:
-    """What actors say to each other. Vectors inside are never changed after sending."""
+    """What actors say to each other. A vector inside is never changed in place after sending, by
+    nobody: neither by its sender nor by its receivers, and no more when one of them has kept it.
+
+    In the simulator they all hold the same memory, so that the change of one would be seen by the
+    others; in a live run they do not. An engine ends the run where an actor changes a vector while
+    it reacts to the message that brought it. It does not watch what an actor has kept or sent:
+    clone what is to be changed later.
+    """
 
     @property
     def weight(self) -> float | None:

@@ -15,11 +15,14 @@ import torch
 
 from archipel import methods
 from archipel.actor import Actor, Vector, WorkerSpec, World
+from archipel.checkpoint import Every
 from archipel.errors import UserError
 from archipel.recipe import Recipe
 from archipel.sections import DEFAULT_STEPS
+from archipel.sim.schedule import make_faults
 from archipel.theory import moments
 from archipel.train.pipeline import Pipeline, split
+from archipel.train.task import NoTask
 from archipel.vector import Layout
 
 
@@ -83,12 +86,15 @@ def _world(workers: Sequence[WorkerSpec], layout: Sequence[Layout], seed: int) -
 
 
 def check_reachable(recipe: Recipe) -> None:
-    """Raise a `UserError` if a node of the recipe's method cannot reach another that it talks
-    to.
+    """Raise a `UserError` if a node of the recipe's method cannot reach another that it talks to,
+    or if a fault speaks of a node or a region that is not there.
     """
     pipeline = pipeline_of(recipe)
-    actors = build_actors(recipe, pipeline, torch.empty(0), ())
-    recipe.topology.check_reachable((actor.me, actor.peers()) for actor in actors)
+    with methods.blaming(recipe.method):
+        actors = build_actors(recipe, pipeline, torch.empty(0), ())
+        recipe.topology.check_reachable((actor.me, actor.peers()) for actor in actors)
+    if recipe.faults is not None:
+        make_faults(recipe.faults, recipe.topology, [actor.me for actor in actors], recipe.run.seed)
     if pipeline:
         recipe.topology.check_reachable(pipeline.neighbours())
 
@@ -124,10 +130,28 @@ def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
     """Inner steps that the run is planned for.
 
     Raises:
-        UserError: the plan is in tokens and nothing is trained.
+        UserError: the plan is in tokens and the task has none.
     """
     if recipe.run.tokens is None:
         return recipe.run.steps or DEFAULT_STEPS
     if tokens_per_step is None:
-        raise UserError(f"run.tokens = {recipe.run.tokens}: task none has no tokens; give steps")
+        raise UserError(f"run.tokens = {recipe.run.tokens}: {no_tokens(recipe)}; give steps")
     return math.ceil(recipe.run.tokens / tokens_per_step)
+
+
+def check_saved_by_tokens(every: Every | None, recipe: Recipe, tokens_per_step: int | None) -> None:
+    """Raise a `UserError` if checkpoints are to be saved after so many tokens, and there are none
+    in an inner step.
+    """
+    if every and every.tokens is not None and tokens_per_step is None:
+        raise UserError(
+            f"--checkpoint-every {every.tokens}: {no_tokens(recipe)}; give seconds on this "
+            "machine, such as 600s"
+        )
+
+
+def no_tokens(recipe: Recipe) -> str:
+    """Why a recipe cannot be counted in tokens."""
+    name = recipe.task.name
+    why = "" if isinstance(recipe.task, NoTask) else ", for its Task states no tokens_per_step"
+    return f"task {name} has no tokens{why}"

@@ -98,6 +98,8 @@ def explain(error: ValidationError, place: str, model: type[BaseModel]) -> UserE
             return UserError(f"{where}.kind: this key is required")
         case "value_error":
             return UserError(f"{where}: {first['ctx']['error']}")
+        case "bool_type":
+            return UserError(f"{where} = {given}: should be true or false")
         case _:
             return UserError(
                 f"{where} = {given if len(given) < 80 else given[:77] + '...'}: "

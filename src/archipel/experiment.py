@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archipel import report, rundir, simulation
+from archipel.arguments import check_arguments
 from archipel.assemble import check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
 from archipel.errors import Diverged, Interrupted, TrainingError, UserError
+from archipel.methods import blaming
 from archipel.pyfile import check_not_importing
 from archipel.recipe import (
     DEFAULT_PROFILE,
@@ -28,6 +30,7 @@ from archipel.recipe import (
     recipes_of,
 )
 from archipel.report import Result
+from archipel.yamlfile import read_mapping
 
 if TYPE_CHECKING:  # the live engine imports Ray, which takes a second
     from archipel.checkpoint import Every
@@ -81,6 +84,7 @@ def compare(
     topology: str | Mapping[str, Any] = DEFAULT_TOPOLOGY,
     profile: str | Mapping[str, Any] = DEFAULT_PROFILE,
     task: str | Mapping[str, Any] = "stdlib",
+    faults: Mapping[str, Any] | str | Path | None = None,
     steps: int | None = None,
     tokens: int | None = None,
     seeds: int = 1,
@@ -100,6 +104,8 @@ def compare(
         topology: a preset, a YAML file, or a topology's keys.
         profile: what a message weighs and how long a step takes: a preset, `measured`, or keys.
         task: what is trained; `none` trains nothing, `file.py:function` is one of your own.
+        faults: what goes wrong on purpose, the same for all: a recipe's section `faults`, or a YAML
+            file that has its keys.
         steps: inner steps of all workers together; 10,000 where neither this nor `tokens` is given.
         tokens: instead of `steps`.
         seeds: runs of each method, with seeds `run.seed`, `run.seed` + 1, …
@@ -118,6 +124,18 @@ def compare(
         Interrupted: Ctrl-C; the runs are saved and can be resumed.
     """
     check_not_importing("compare")
+    check_arguments(
+        methods=methods,
+        faults=faults,
+        seeds=seeds,
+        settings=settings,
+        target_loss=target_loss,
+        processes=processes,
+        checkpoint_every=checkpoint_every,
+        strict=strict,
+        out=out,
+        progress=progress,
+    )
     recipes = recipes_of(
         methods,
         {
@@ -126,6 +144,11 @@ def compare(
             "task": task,
             "pipeline": {},
             "run": {"steps": steps, "tokens": tokens},
+            "faults": (
+                read_mapping(Path(faults), "faults file")
+                if isinstance(faults, (str, Path))
+                else faults
+            ),
             "bad_updates": None,
         },
         seeds,
@@ -164,6 +187,15 @@ def simulate(
         UserError, TrainingError, Interrupted: see `compare`.
     """
     check_not_importing("simulate")
+    check_arguments(
+        recipe=recipe,
+        settings=settings,
+        processes=processes,
+        checkpoint_every=checkpoint_every,
+        strict=strict,
+        out=out,
+        progress=progress,
+    )
     loaded = load_recipe(recipe, settings)
     loaded = loaded.strictly() if strict else loaded
     check_reachable(loaded)
@@ -202,6 +234,16 @@ def launch(
         UserError, TrainingError, Interrupted: see `compare`.
     """
     check_not_importing("launch")
+    check_arguments(
+        recipe=recipe,
+        settings=settings,
+        address=address,
+        insecure=insecure,
+        strict=strict,
+        checkpoint_every=checkpoint_every,
+        out=out,
+        progress=progress,
+    )
     loaded = load_recipe(recipe, settings)
     loaded = loaded.strictly() if strict else loaded
     if checkpoint_every is None and loaded.pipeline.stages == 1:
@@ -226,7 +268,7 @@ def resume(
     live_progress: LiveProgress = say_nothing,
 ) -> Comparison:
     """Go on with runs that were stopped: simulated ones as if they had not been, to the bit; live
-    ones from their nodes' saves.
+    ones from their nodes' saves. Where all have ended, what they left is compared and nothing runs.
 
     Args:
         directory: a run directory, or a folder that holds some.
@@ -239,8 +281,20 @@ def resume(
         UserError, TrainingError, Interrupted: see `compare`.
     """
     check_not_importing("resume")
+    check_arguments(
+        directory=directory,
+        processes=processes,
+        checkpoint_every=checkpoint_every,
+        address=address,
+        insecure=insecure,
+        progress=progress,
+        live_progress=live_progress,
+    )
     directory = Path(directory)
     found = rundir.unfinished(directory)
+    left = [] if found else [report.load(path) for path in report.find(directory)]
+    if left and all(result.summary["stopped"] != rundir.INTERRUPTED for result in left):
+        return compared(left, directory, rundir.target_loss(left[0].directory))
     if not found:
         raise UserError(
             f"nothing to resume in {directory}: no run directory (a folder with recipe.yaml) whose "
@@ -353,7 +407,8 @@ def _simulate_with(
         for directory, recipe in recipes.items():
             tell = partial(progress, directory.name)
             try:
-                simulation.simulate(recipe, pool, directory, tell, every=every, resume=resume)
+                with blaming(recipe.method):
+                    simulation.simulate(recipe, pool, directory, tell, every=every, resume=resume)
             except Diverged as error:  # one method's trouble is no reason to lose the others
                 diverged.append(f"{error} (seed {recipe.run.seed})")
     except UserError:

@@ -15,7 +15,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,12 +71,12 @@ def fuzz(
     progress: Callable[[int, int], None] = lambda done, failed: None,
 ) -> list[Outcome]:
     """What came of `schedules` random runs, with each failure shrunk. The same for any number of
-    `processes`.
+    `processes`. Ctrl-C ends it early: then it is what came of the first of them.
 
     `progress` is told how many are done and how many have failed.
     """
     outcomes: list[Outcome] = []
-    with _map(min(processes, schedules)) as each:
+    with suppress(KeyboardInterrupt), _map(min(processes, schedules)) as each:
         for outcome in each(partial(_nth, seed), range(schedules)):
             outcomes.append(outcome)
             progress(len(outcomes), len(failures(outcomes)))
@@ -104,7 +104,10 @@ def _map(
             finally:
                 signal.signal(signal.SIGINT, usual)
 
-        yield started
+        try:
+            yield started
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C most have not begun
 
 
 def _nth(seed: int, i: int) -> Outcome:

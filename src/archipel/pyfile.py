@@ -100,16 +100,36 @@ def whereabouts(error: Exception) -> str:
     return f"{at}: {type(error).__name__}: {text}"
 
 
+CALLED = ("actor.py", "vector.py", "outer.py", "parameter_server.py", "collective.py")
+"""Files of this package that do what a user's method tells them to."""
+
+
+def is_users(error: Exception) -> bool:
+    """Whether a user's file raised `error`, itself or by what it gave to a library or to `CALLED`.
+
+    An engine that falls over though a method only asked it for something has a mistake of its own.
+    """
+    package = os.path.dirname(__file__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(package + os.sep):  # first, for it may lie among libraries
+            if frame.filename not in (os.path.join(package, name) for name in CALLED):
+                return False
+        elif not _is_foreign(frame.filename):
+            return True
+    return False
+
+
+def _is_foreign(filename: str) -> bool:
+    """Whether a file is a library's or this package's, or none at all."""
+    foreign = ("site-packages", os.path.dirname(__file__), os.path.dirname(os.__file__))
+    return filename.startswith("<") or any(part in filename for part in foreign)
+
+
 def place_of(error: Exception) -> str:
     """File and line where `error` was raised: the deepest one that is neither a library's nor this
     package's, if there is any.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    foreign = ("site-packages", os.path.dirname(__file__), os.path.dirname(os.__file__))
-    own = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith("<") and not any(p in frame.filename for p in foreign)
-    ]
+    own = [frame for frame in frames if not _is_foreign(frame.filename)]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

@@ -283,6 +283,11 @@ def _labelled(method: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             raise UserError(f"method: `name` is required; methods: {', '.join(methods.names())}")
         label = fields.pop("label", Path(str(fields["name"])).stem)
         return str(label), {**fields, "name": str(fields["name"])}
+    if not isinstance(method, str):
+        raise UserError(
+            f"method = {method!r}: expected a name, or keys with `name` among them; methods: "
+            f"{', '.join(methods.names())}"
+        )
     name, *flags = method.strip().split("+")
     known = [
         key
@@ -335,6 +340,8 @@ def section(value: Any, name: str) -> dict[str, Any]:
     match value:
         case str():
             return {"name": value}
+        case {"name": given} if not isinstance(given, str):
+            raise UserError(f"{name}.name = {given!r}: expected a name, as text")
         case dict():
             return dict(value)
         case _:
@@ -352,8 +359,8 @@ def _topology(value: Any) -> Topology:
     match value:
         case str():
             return load_topology(value)
-        case {"name": name} if "regions" not in value:  # a preset or file, and what differs from it
-            base = load_topology(str(name))
+        case {"name": _} if "regions" not in value:  # a preset or file, and what differs from it
+            base = load_topology(section(value, "topology")["name"])
             changed = parse_topology({**base.model_dump(), **value})
             if changed == base:
                 return base

@@ -40,6 +40,7 @@ from archipel.recipe import Recipe
 from archipel.run.metrics import Recorder
 from archipel.train.task import Task
 from archipel.vector import Layout
+from archipel.yamlfile import read_mapping
 
 CHECKPOINTS = "checkpoint"
 """The folder of a run directory that holds its checkpoints, until the run has ended."""
@@ -229,6 +230,15 @@ def recipe_text(directory: Path) -> str:
     return (directory / "recipe.yaml").read_text()
 
 
+def target_loss(directory: Path) -> float | None:
+    """The loss at which the run of a run directory was to end, if its recipe is there and has
+    one.
+    """
+    recipe = directory / "recipe.yaml"
+    run = read_mapping(recipe, "recipe").get("run") if recipe.is_file() else None
+    return run.get("target_loss") if isinstance(run, dict) else None
+
+
 def checkpoints_of(directory: Path) -> list[Path]:
     """The checkpoints in a run directory, of a simulated run or a live one."""
     folder = directory / CHECKPOINTS
@@ -284,6 +294,8 @@ class Ended:
         processes: how many processes took inner steps.
         taken_home_bytes: bytes of the model's parts on their way to the command, which no other
             total includes; None where nothing travels.
+        faults_planned, faults_happened: faults on purpose, and those of them that began before the
+            run ended.
     """
 
     time_s: float
@@ -302,6 +314,8 @@ class Ended:
     clock: Literal["modelled", "measured"]
     processes: int
     taken_home_bytes: int | None = None
+    faults_planned: int = 0
+    faults_happened: int = 0
 
 
 def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
@@ -316,7 +330,9 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "seed": recipe.run.seed,
         "time_s": ended.time_s,
         "inner_steps": ended.inner_steps,
-        "tokens": task and ended.inner_steps * task.tokens_per_step,
+        "tokens": ended.inner_steps * task.tokens_per_step
+        if task and task.tokens_per_step
+        else None,
         "absorbed_steps": ended.absorbed_steps,
         "unreported_fraction": 1 - ended.absorbed_steps / ended.inner_steps
         if ended.inner_steps
@@ -334,6 +350,8 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "replica_std": last and last.replica_std,
         "stopped": stopped,
         "refused_updates": {str(node): count for node, count in sorted(recorder.refused.items())},
+        "faults_planned": ended.faults_planned,
+        "faults_happened": ended.faults_happened,
         "restarts": {str(node): count for node, count in sorted(recorder.restarted.items())},
         "workers": len(workers),
         "real": ended.real,

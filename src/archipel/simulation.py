@@ -23,7 +23,13 @@ import numpy as np
 import torch
 
 from archipel import checkpoint, methods, rundir
-from archipel.assemble import build_actors, check_reachable, pipeline_of, planned_steps
+from archipel.assemble import (
+    build_actors,
+    check_reachable,
+    check_saved_by_tokens,
+    pipeline_of,
+    planned_steps,
+)
 from archipel.checkpoint import Every
 from archipel.encoding import Surroundings
 from archipel.errors import Diverged, TrainingError, UserError
@@ -134,6 +140,7 @@ def simulate(
     check_every(every, recipe)
     recipe = replace(recipe, profile=recipe.profile or measure_profile(pool))
     simulator = make_simulator(recipe, pool, progress)
+    check_saved_by_tokens(every, recipe, simulator.state.census.plan.tokens_per_step)
     if resume and checkpoint.checkpoints(directory / CHECKPOINTS):
         started -= load_checkpoint(directory, recipe, simulator)
     else:
@@ -249,11 +256,8 @@ def check_every(every: Every | None, recipe: Recipe) -> None:
     """Raise a `UserError` if checkpoints are to be saved after so many tokens and nothing is
     trained.
     """
-    if every and every.tokens is not None and isinstance(recipe.task, NoTask):
-        raise UserError(
-            f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds on this "
-            "machine, such as 600s"
-        )
+    if isinstance(recipe.task, NoTask):
+        check_saved_by_tokens(every, recipe, None)
 
 
 def _when_to_save(
@@ -367,10 +371,16 @@ def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         f"profile {profile.name} ({profile.model_bytes:,} bytes a model, "
         f"{profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
         + in_stages(recipe)
-        + (f", {len(faults)} faults on purpose" if recipe.faults is not None else ""),
+        + (f", {_faults(len(faults))} planned on purpose" if recipe.faults is not None else ""),
         clock="modelled",
         processes=len(pool.processes) if pool else 0,
+        faults_planned=len(faults),
+        faults_happened=sum(fault.at_s < simulator.now for fault in faults),
     )
+
+
+def _faults(count: int) -> str:
+    return f"{count} fault{'s' * (count != 1)}"
 
 
 def in_stages(recipe: Recipe) -> str:

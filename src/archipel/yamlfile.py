@@ -1,11 +1,12 @@
-"""Reading YAML the way people write it: `1e-3` is a number, and a mistake is one line that says
-where it is.
+"""Reading YAML the way people write it: `1e-3` is a number, `no` is a word, and a mistake is one
+line that says where it is.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -14,8 +15,8 @@ from archipel.errors import UserError, seen_from
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads `1e-3` as a number, as YAML 1.2 does (in YAML 1.1 it is text), and refuses a key that
-    is given twice.
+    """Reads `1e-3` as a number and `no`, `off` or `yes` as text, as YAML 1.2 does (in YAML 1.1 the
+    one is text and the others are true or false), and refuses a key that is given twice.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -38,6 +39,15 @@ for _kind in (_Loader, _Dumper):
         re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
         list("-+0123456789"),
     )
+# A region may be called `no`, and a setting `off` is told as it was written.
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [rule for rule in rules if rule[0] != _BOOL]
+    for first, rules in _Loader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    _BOOL, re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 
 
 def parse(text: str) -> Any:
@@ -72,6 +82,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        found = "a key that is not text" if isinstance(data, dict) else type(data).__name__
+        kinds = {dict: "a key that is not text", list: "a list", str: "a text", NoneType: "nothing"}
+        found = kinds.get(type(data), type(data).__name__)
         raise UserError(f"{what} {path}: expected `key: value` lines, found {found}")
     return data

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def a_path(text: str) -> Path:
+    """A file or a folder as it is named on the command line.
+
+    Raises:
+        BadParameter: there is no name. Python takes that for the folder where the command runs,
+            which nobody can mean whose shell variable is empty.
+    """
+    if not text.strip():
+        raise typer.BadParameter(
+            f"{text!r} is no name of a file or folder; '.' is the folder where the command runs."
+        )
+    return Path(text)
+
 
 Set = Annotated[
     list[str] | None,

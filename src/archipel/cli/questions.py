@@ -22,7 +22,7 @@ from rich.text import Text
 from archipel import fuzz as fuzzing
 from archipel import methods, rundir, studies
 from archipel.cli import terminal
-from archipel.cli.options import Json, Processes
+from archipel.cli.options import Json, Processes, a_path
 from archipel.errors import UserError, nearest
 from archipel.run.screening import ScreeningConfig
 from archipel.sections import LiveConfig, PipelineConfig, RunConfig
@@ -56,17 +56,10 @@ def list_names(
     """Methods, tasks, topologies, profiles, sections, faults and studies; with a name, its
     settings, their defaults and what they mean.
     """
+    kinds = _names()
     if name is None:
-        for kind, known in (
-            ("methods", methods.names()),
-            ("tasks", [*CONFIGS, "file.py:function"]),
-            ("topologies", [*PRESETS, "internet-N", "FILE.yaml"]),
-            ("profiles", [*PROFILES, MEASURED]),
-            ("sections", list(SECTIONS)),
-            ("faults", list(KINDS)),
-            ("studies", studies.names()),
-        ):
-            terminal.tell(f"{kind:<11} {', '.join(known)}")
+        for kind in kinds:
+            _tell_names(kind)
     elif name in KINDS:
         terminal.tell(_settings(KINDS[name]))
         terminal.tell(_in_a_line(KINDS[name]))
@@ -76,19 +69,74 @@ def list_names(
             terminal.tell("")
             terminal.tell(_settings(RandomFaults, "random."))
             terminal.tell("\nkinds of `schedule`; `archipel list KIND` shows what each one takes")
-            kinds = Table(box=None, show_header=False)
+            table = Table(box=None, show_header=False)
             for kind, fault in KINDS.items():
-                kinds.add_row(kind, Text(_in_a_line(fault)))
-            terminal.tell(kinds)
+                table.add_row(kind, Text(_in_a_line(fault)))
+            terminal.tell(table)
     elif name in PROFILES:
         terminal.tell(dump(PROFILES[name].model_dump(mode="json")))
     elif name in PRESETS or name.startswith("internet-") or name.endswith((".yaml", ".yml")):
         terminal.tell(dump(load_topology(name).model_dump(mode="json")))
-    else:
-        known = [*methods.names(), *CONFIGS, *PROFILES, *PRESETS, *SECTIONS, *KINDS]
-        raise UserError(
-            f"nothing is called {name!r}{nearest(name, known)}; `archipel list` shows all names"
+    elif name == MEASURED:
+        terminal.tell(
+            f"{MEASURED} is a profile that is taken when a run starts: this machine's, this task's"
         )
+    elif name in studies.names():
+        terminal.tell(f"{name} is a study: {studies.load(name).TITLE}")
+        terminal.tell(f"`archipel study {name}` makes it, `archipel study --help` has its options")
+    elif named := [kind for kind in kinds if name in (kind, _ONE_OF[kind])]:
+        _tell_names(named[0])
+        terminal.tell(f"`archipel list NAME` says more of each {_ONE_OF[named[0]]}")
+    else:
+        known = [*kinds, *_ONE_OF.values(), *(one for names in kinds.values() for one in names)]
+        homes = _homes_of(name)
+        meant = (
+            f"; it is a setting of {', '.join(homes)}, see `archipel list {homes[0]}`"
+            if homes
+            else nearest(name, known)
+        )
+        raise UserError(f"nothing is called {name!r}{meant}; `archipel list` shows all names")
+
+
+_ONE_OF = {
+    "methods": "method",
+    "tasks": "task",
+    "topologies": "topology",
+    "profiles": "profile",
+    "sections": "section",
+    "faults": "fault",
+    "studies": "study",
+}
+"""Kinds of names, and what one of each is called."""
+
+
+def _names() -> dict[str, list[str]]:
+    """All names, by their kind."""
+    return {
+        "methods": methods.names(),
+        "tasks": [*CONFIGS, "file.py:function"],
+        "topologies": [*PRESETS, "internet-N", "FILE.yaml"],
+        "profiles": [*PROFILES, MEASURED],
+        "sections": list(SECTIONS),
+        "faults": list(KINDS),
+        "studies": studies.names(),
+    }
+
+
+def _tell_names(kind: str) -> None:
+    terminal.tell(f"{kind:<11} {', '.join(_names()[kind])}")
+
+
+def _homes_of(setting: str) -> list[str]:
+    """Methods, tasks, sections and faults that have a setting of this name; also `run.steps`."""
+    home, _, key = setting.rpartition(".")
+    having: dict[str, type[BaseModel]] = {**CONFIGS, **SECTIONS, **KINDS}
+    having |= {name: methods.load(name).Config for name in methods.names()}
+    return [
+        name
+        for name, config in having.items()
+        if key in {*config.model_fields} - {"name", "kind"} and home in ("", name)
+    ]
 
 
 def _method_settings(name: str) -> type[BaseModel] | None:
@@ -118,7 +166,10 @@ def study(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = studies.Settings.seeds,
     processes: Processes = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for runs and plots. Default: runs/NAME-DATE.")
+        Path | None,
+        typer.Option(
+            parser=a_path, metavar="DIR", help="Folder for runs and plots. Default: runs/NAME-DATE."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -163,7 +214,10 @@ def latency(
     ] = 25_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn times.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the plots. Default: runs/latency-DATE.")
+        Path | None,
+        typer.Option(
+            parser=a_path, metavar="DIR", help="Folder for the plots. Default: runs/latency-DATE."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -209,10 +263,18 @@ def fuzz(
     failures = fuzzing.failures(outcomes)
     if as_json:
         found = [asdict(failure) for failure in failures]
-        print(json.dumps({"schedules": schedules, "violations": len(failures), "failures": found}))
+        print(
+            json.dumps({"schedules": len(outcomes), "violations": len(failures), "failures": found})
+        )
     else:
         for text in fuzzing.report(outcomes):
             terminal.tell(text)
+    if len(outcomes) < schedules:
+        terminal.say(
+            f"archipel: interrupted after {len(outcomes):,} of {schedules:,} schedules, "
+            f"{len(failures)} violations"
+        )
+        sys.exit(130)
     if failures:
         sys.exit(1)
 
@@ -241,7 +303,9 @@ def theory_noloco(
     ] = False,
     plots: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for figures. Default: none are drawn."),
+        typer.Option(
+            parser=a_path, metavar="DIR", help="Folder for figures. Default: none are drawn."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

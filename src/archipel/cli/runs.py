@@ -13,7 +13,7 @@ import typer
 
 from archipel import experiment, rundir
 from archipel.cli import terminal
-from archipel.cli.options import CheckpointEvery, Json, Processes, Set, Strict
+from archipel.cli.options import CheckpointEvery, Json, Processes, Set, Strict, a_path
 from archipel.errors import UserError
 from archipel.recipe import (
     DEFAULT_PROFILE,
@@ -47,6 +47,14 @@ def compare(
             help="stdlib, synthetic, text (with --set task.path=…), none, or file.py:function."
         ),
     ] = "stdlib",
+    faults: Annotated[
+        Path | None,
+        typer.Option(
+            parser=a_path,
+            metavar="FILE",
+            help="What goes wrong on purpose: a YAML file, as a recipe's section `faults`.",
+        ),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Inner steps of all workers together. Default: 10000.")
     ] = None,
@@ -68,7 +76,11 @@ def compare(
     strict: Strict = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for run directories and the report. Default: runs/compare-DATE."),
+        typer.Option(
+            parser=a_path,
+            metavar="DIR",
+            help="Folder for run directories and the report. Default: runs/compare-DATE.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -79,6 +91,7 @@ def compare(
             topology=topology,
             profile=profile,
             task=task,
+            faults=faults,
             steps=steps,
             tokens=tokens,
             seeds=seeds,
@@ -96,7 +109,11 @@ def compare(
 def run(
     recipe: Annotated[
         Path,
-        typer.Argument(metavar="RECIPE.yaml", help="What to run; only `method` is required in it."),
+        typer.Argument(
+            parser=a_path,
+            metavar="RECIPE.yaml",
+            help="What to run; only `method` is required in it.",
+        ),
     ],
     settings: Set = None,
     processes: Processes = None,
@@ -111,7 +128,11 @@ def run(
     strict: Strict = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the run directory and the report. Default: runs/run-DATE."),
+        typer.Option(
+            parser=a_path,
+            metavar="DIR",
+            help="Folder for the run directory and the report. Default: runs/run-DATE.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -133,7 +154,10 @@ def run(
 
 def resume(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A run directory, or a folder that holds some.")
+        Path,
+        typer.Argument(
+            parser=a_path, metavar="DIR", help="A run directory, or a folder that holds some."
+        ),
     ],
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
@@ -151,6 +175,7 @@ def resume(
 
     They are saved as often as before.
     """
+    stopped = rundir.unfinished(directory)
     with terminal.running() as (progress, live_progress):
         found = experiment.resume(
             directory,
@@ -161,6 +186,8 @@ def resume(
             progress=progress,
             live_progress=live_progress,
         )
+    if not stopped:
+        terminal.say(f"archipel: nothing to resume in {directory}: all runs there have ended")
     terminal.show(found, as_json=as_json)
 
 
@@ -168,7 +195,9 @@ def launch(
     recipe: Annotated[
         Path,
         typer.Argument(
-            metavar="RECIPE.yaml", help="What to run: the same file that `archipel run` simulates."
+            parser=a_path,
+            metavar="RECIPE.yaml",
+            help="What to run: the same file that `archipel run` simulates.",
         ),
     ],
     settings: Set = None,
@@ -186,7 +215,9 @@ def launch(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the run directory and the report. Default: runs/launch-DATE."
+            parser=a_path,
+            metavar="DIR",
+            help="Folder for the run directory and the report. Default: runs/launch-DATE.",
         ),
     ] = None,
     checkpoint_every: Annotated[
@@ -216,7 +247,9 @@ def launch(
 def report(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR…", help="Run directories, or folders that hold some."),
+        typer.Argument(
+            parser=a_path, metavar="DIR…", help="Run directories, or folders that hold some."
+        ),
     ],
     target_loss: Annotated[
         float | None,
@@ -226,7 +259,11 @@ def report(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for report.html and the plots. Default: the first DIR."),
+        typer.Option(
+            parser=a_path,
+            metavar="DIR",
+            help="Folder for report.html and the plots. Default: the first DIR.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

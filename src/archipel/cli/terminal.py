@@ -22,13 +22,19 @@ from archipel.errors import Diverged, Interrupted
 if TYPE_CHECKING:  # it imports Ray, which takes a second
     from archipel.live.health import Now
 
-_out = Console()
+_WIDE = 10_000
+"""Columns of a stdout that is no terminal: more than any table needs."""
 _log = Console(stderr=True)
 
 
 def tell(text: RenderableType) -> None:
-    """Print a result on stdout: a line as it is, never wrapped, or a table."""
-    _out.print(text, soft_wrap=isinstance(text, str), markup=False, highlight=False)
+    """Print a result on stdout: a line as it is, never wrapped, or a table. In a file or a pipe a
+    table is as wide as its content, so that each of its rows is one line.
+    """
+    out = Console()
+    if not out.is_terminal:
+        out.width = _WIDE
+    out.print(text, soft_wrap=isinstance(text, str), markup=False, highlight=False)
 
 
 def say(line: str) -> None:

@@ -26,6 +26,7 @@ import torch
 
 from archipel import rundir
 from archipel.actor import NodeId, Vector
+from archipel.assemble import check_saved_by_tokens
 from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.beginning import meetings_of, start
@@ -90,6 +91,7 @@ def launch(
     torch.set_num_threads(1)  # the workers need the cores
     try:
         parts = prepare(recipe, resume=resume)
+        check_saved_by_tokens(every, recipe, parts.plan.tokens_per_step)
         with session(address):
             if address is not None and not insecure:
                 check_protected(machines())
@@ -135,11 +137,8 @@ def check_launch(recipe: Recipe, every: Every | None) -> None:
             f"--checkpoint-every: live runs in stages (pipeline.stages = {stages}) cannot be saved "
             "yet"
         )
-    if every is not None and every.tokens is not None and isinstance(recipe.task, NoTask):
-        raise UserError(
-            f"--checkpoint-every {every.tokens}: task none has no tokens; give seconds, such as "
-            "600s"
-        )
+    if isinstance(recipe.task, NoTask):
+        check_saved_by_tokens(every, recipe, None)
 
 
 def folder_of(directory: Path) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from archipel import assemble
+from archipel import assemble, methods
 from archipel.actor import Actor, NodeId
 from archipel.errors import UserError
 from archipel.live.compute import device
@@ -89,7 +89,8 @@ def prepare(recipe: Recipe, *, resume: bool) -> Parts:
         try_out(replica, shards(recipe)[workers[0].id])
     profile = recipe.profile or measure_profile(replica, shards(recipe)[workers[0].id], pipeline)
     recipe = replace(recipe, profile=profile)
-    marks = [] if resume else rehearse(recipe, profile, steps)
+    with methods.blaming(recipe.method):  # what fails here fails before anything is started
+        marks = [] if resume else rehearse(recipe, profile, steps)
     theta = replica.first.clone() if replica else torch.empty(0)
     layouts = [replica.layout] if replica else []
     if task and pipeline:

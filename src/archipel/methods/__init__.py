@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import cast
 
 from archipel.actor import Method
-from archipel.errors import UserError, nearest
-from archipel.pyfile import import_file
+from archipel.errors import TrainingError, UserError, nearest
+from archipel.pyfile import import_file, is_users, whereabouts
 
 
 def names() -> list[str]:
@@ -41,3 +43,18 @@ def load(name: str) -> Method:
         if not hasattr(module, part):
             raise UserError(f"method = {name!r}: the file has no {part!r}")
     return cast(Method, module)
+
+
+@contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """Make a `UserError` of what the method called `name` raises, if it is a file of the user's. A
+    mistake of this package stays what it is, and so is seen with its traceback.
+    """
+    try:
+        yield
+    except (UserError, TrainingError):
+        raise
+    except Exception as error:
+        if not name.endswith(".py") or not is_users(error):
+            raise
+        raise UserError(f"method = {name!r}: it failed at {whereabouts(error)}") from error

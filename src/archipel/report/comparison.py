@@ -5,11 +5,13 @@ drawn (`plots.py`).
 
 The comparison is the published one (HALoS, arXiv 2506.04531): the time on the run's clock until the
 loss reaches a target. Runs with equal labels are seeds of one method. Runs without losses (`task:
-none`) are compared by time and bytes only.
+none`) are compared by time per inner step and by bytes: a run ends when its model changes for the
+first time at or after the planned inner steps, which is a few or many steps later.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import Any
@@ -58,15 +60,23 @@ Row = dict[str, Any]
 
 def target_loss(runs: Sequence[Result]) -> float | None:
     """The loss that the worst of the runs ends at, so that every run reaches it; interrupted ones
-    count only if all were.
+    count only if all were, and so do those that have diverged.
 
     None if no run has a final loss.
     """
     ended = [run for run in runs if run.summary["stopped"] != "interrupted"] or runs
+    ended = [run for run in ended if not diverged(run)] or ended
     return max(
         (run.summary["final_loss"] for run in ended if run.summary["final_loss"] is not None),
         default=None,
     )
+
+
+def diverged(run: Result) -> bool:
+    """Whether a run ends with a loss that is not finite, or above the one that it began with."""
+    losses = [loss for _, loss in points(run, "time_s", "loss")]
+    final = run.summary["final_loss"]
+    return bool(losses) and (final is None or final > losses[0])
 
 
 def reached(run: Result, target: float | None) -> tuple[float, float] | None:
@@ -101,12 +111,21 @@ def time_to_target_s(run: Result, target: float | None) -> float | None:
     return found and found[0]
 
 
+def time_per_step_s(run: Result) -> float | None:
+    """Seconds on the run's clock for each inner step of all workers together; None if there are no
+    inner steps.
+    """
+    steps: int = run.summary["inner_steps"]
+    return run.summary["time_s"] / steps if steps else None
+
+
 def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
     """One row for each label, over its seeds: what the tables show, before it is formatted.
 
     First the labels of which most seeds reach the target, among them the fastest; those that never
-    reach it come last, by final loss. Without losses, the shortest run comes first. Raises
-    ReportError if there are no runs, or if their losses differ in kind.
+    reach it come last, by final loss, and behind them those of which a seed has diverged. Without
+    losses, the one that takes the least time per inner step comes first. Raises ReportError if
+    there are no runs, or if their losses differ in kind.
 
     Keys of a row:
         label, seeds, reached: the label, how many runs have it, and how many of these reach the
@@ -119,7 +138,11 @@ def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
             slowest.
         times_slower: time of this label ÷ time of the fastest; 1.0 is the fastest. The published
             comparison quotes this one. Both ratios are among labels with the same clock, and None
-            unless all seeds reach the target: a mean over the lucky ones would flatter.
+            unless all seeds reach the target: a mean over the lucky ones would flatter. None too if
+            a seed has diverged, though it met the target on its way.
+        diverged: how many of the runs have diverged.
+        time_per_step_s: seconds of a run ÷ inner steps that all its workers together have trained
+            in them, mean over the runs; None if one of them has trained none.
         final_loss, time_s, inner_steps, outer_steps, tokens, unreported_fraction, slow_link_bytes,
             idle_fraction: means; None if a run lacks it. `inner_steps` and `tokens` are those
             trained, `unreported_fraction` the share of them that is not in the model.
@@ -135,26 +158,27 @@ def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
         met = [found for run in group if (found := reached(run, target)) is not None]
         clock = group[0].summary.get("clock", "modelled")
         row: Row = {"label": label, "seeds": len(group), "reached": len(met), "clock": clock}
+        row["diverged"] = sum(map(diverged, group))
         row["time_to_target_s"], row["time_to_target_s_sd"] = mean_and_sd([at_s for at_s, _ in met])
         row["time_to_target_s_grid"], _ = mean_and_sd([half_s for _, half_s in met])
         for key in MEANS:
             row[key], row[f"{key}_sd"] = mean_and_sd([run.summary.get(key) for run in group])
+        row["time_per_step_s"], row["time_per_step_s_sd"] = mean_and_sd(
+            [time_per_step_s(run) for run in group]
+        )
         result.append(row)
+    sound = [row for row in result if row["reached"] == row["seeds"] and not row["diverged"]]
     for row in result:
-        same = [
-            other
-            for other in result
-            if other["clock"] == row["clock"] and other["reached"] == other["seeds"]
-        ]
-        complete = [other["time_to_target_s"] for other in same]
-        time = row["time_to_target_s"] if row["reached"] == row["seeds"] else None
+        complete = [other["time_to_target_s"] for other in sound if other["clock"] == row["clock"]]
+        time = row["time_to_target_s"] if row in sound else None
         row["speed_up"] = max(complete) / time if time else None
         row["times_slower"] = time / min(complete) if time else None
     return sorted(
         result,
         key=lambda row: (
+            row["diverged"] > 0,
             -row["reached"] / row["seeds"],
-            row["time_to_target_s"] or row["final_loss"] or row["time_s"],
+            row["time_to_target_s"] or row["final_loss"] or row["time_per_step_s"] or math.inf,
         ),
     )
 

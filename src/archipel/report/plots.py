@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
@@ -43,6 +44,14 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "text.parse_math": False,  # a `$` in a label is a `$`
 }
+
+
+def drawable(text: str) -> str:
+    """`text` with a question mark for each character that the plots' font lacks, in place
+    of a box and a warning.
+    """
+    font = get_font(findfont(FontProperties()))
+    return "".join(one if font.get_char_index(ord(one)) else "?" for one in text)
 
 
 def figures(
@@ -119,7 +128,7 @@ def _curves(
         axes.fill_between(at, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0)
     for label, dot in dots.items():
         axes.plot(*dot, "o", color=looks[label][0], markeredgecolor="white", markersize=8, zorder=5)
-    figure.legend(handles, list(lines), loc="outside right upper")
+    figure.legend(handles, [*map(drawable, lines)], loc="outside right upper")
     top = math.inf
     if y == "loss":  # the frame shows where methods differ, not the fall from the first loss
         levels = {
@@ -145,7 +154,7 @@ def _curves(
                 "offset points",
             )
     axes.set_ylabel(
-        loss_names(chain.from_iterable(groups.values()))[0]
+        drawable(loss_names(chain.from_iterable(groups.values()))[0])
         if y == "loss"
         else "replica standard deviation"
     )
@@ -233,10 +242,14 @@ def _timeline(traces: dict[str, Trace], groups: Groups) -> Figure:
                 axes.broken_barh(bars, (row - 0.42, 0.84), color=colour, linewidth=0)
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
-        axes.set_yticks([sum(places) / len(places) for places in regions.values()], list(regions))
+        axes.set_yticks(
+            [sum(places) / len(places) for places in regions.values()], [*map(drawable, regions)]
+        )
         axes.tick_params(axis="both", length=0)
         axes.set_ylim(row + 0.7, 1.1)
-        axes.set_title(label, loc="left", color=looks[label][0], fontsize=11, fontweight="bold")
+        axes.set_title(
+            drawable(label), loc="left", color=looks[label][0], fontsize=11, fontweight="bold"
+        )
         idle, _ = mean_and_sd([run.summary["idle_fraction"] for run in groups[label]])
         axes.set_title("" if idle is None else f"idle {idle:.0%}", loc="right", fontsize=10)
     panels[-1].tick_params(axis="x", length=3)

@@ -44,15 +44,18 @@ def changes(runs: Iterable[Result]) -> list[str]:
 
 def incidents(runs: Iterable[Result]) -> list[str]:
     """A line for each node of a label whose updates were refused, or that was restarted, over all
-    seeds.
+    seeds; and one for a label of which some faults would have come after the end.
     """
     totals: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     after: dict[str, str] = {}
+    faults: dict[str, Counter[str]] = defaultdict(Counter)
     for run in runs:  # runs of older versions do not say
         # A live run also starts those again that died.
         after[run.summary["label"]] = (
             "" if run.summary.get("clock") == "measured" else " after a loss that was not finite"
         )
+        for key in ("faults_planned", "faults_happened"):
+            faults[run.summary["label"]][key] += run.summary.get(key, 0)
         for kind in ("refused_updates", "restarts"):
             for node, count in run.summary.get(kind, {}).items():
                 totals[run.summary["label"]][kind, node] += count
@@ -62,6 +65,11 @@ def incidents(runs: Iterable[Result]) -> list[str]:
         else f"{label}: {node} restarted {'once' if count == 1 else f'{count} times'}{after[label]}"
         for label, counts in totals.items()
         for (kind, node), count in counts.items()
+    ] + [
+        f"{label}: {count['faults_happened']} of {count['faults_planned']} planned faults "
+        "happened; the run ended before the others"
+        for label, count in faults.items()
+        if count["faults_happened"] < count["faults_planned"]
     ]
 
 
@@ -71,14 +79,20 @@ def too_few(runs: Iterable[Result]) -> list[str]:
     """
     said = []
     for label, group in by_label(list(runs)).items():
-        outer_steps = min(run.summary["outer_steps"] for run in group)
         losses = min(
             sum(time_s > 0 for time_s, _ in points(run, "time_s", "loss")) for run in group
         )
-        if losses and min(outer_steps, losses) < FEW:
+        outer_steps = min(run.summary["outer_steps"] or 0 for run in group)
+        # Synchronous SGD takes no outer steps, and yet all that is trained is in its model.
+        if not outer_steps and all(run.summary.get("absorbed_steps") for run in group):
+            few, counted = losses, ""
+        else:
+            few = min(outer_steps, losses)
+            counted = f"{outer_steps} outer step{'s' * (outer_steps != 1)} and "
+        if losses and few < FEW:
             said.append(
-                f"{label} has {outer_steps} outer step{'s' * (outer_steps != 1)} and {losses} "
-                f"evaluation{'s' * (losses != 1)} after the start: too few to judge it"
+                f"{label} has {counted}{losses} evaluation{'s' * (losses != 1)} after the start: "
+                "too few to judge it"
             )
     return said
 
@@ -106,6 +120,8 @@ def table_cells(
     """The comparison as text, headers first. `slower` adds the inverse of the speed-up."""
     clock = clock_format(max(row["time_s"] for row in compared))
     trained = any(row["final_loss"] is not None for row in compared)
+    # A task of the user's may not say how many tokens are in a step.
+    tokens = trained and any(row["tokens"] is not None for row in compared)
     partly = any(row["unreported_fraction"] for row in compared)
     columns: list[tuple[str, str, Callable[[Any], str], bool]] = [
         ("method", "label", str, True),
@@ -118,9 +134,10 @@ def table_cells(
         ("speed-up", "speed_up", _factor, trained),
         ("times slower than the fastest", "times_slower", _factor, trained and slower),
         ("final loss", "final_loss", "{:.3f}".format, trained),
-        ("tokens", "tokens", lambda value: _prefixed(value, "", " k", " M", " B", " T"), trained),
+        ("tokens", "tokens", lambda value: _prefixed(value, "", " k", " M", " B", " T"), tokens),
+        ("time per inner step", "time_per_step_s", _duration, not trained),
         ("time", "time_s", clock, not trained),
-        ("inner steps", "inner_steps", "{:,.0f}".format, not trained),
+        ("inner steps", "inner_steps", "{:,.0f}".format, not tokens),
         ("not in the model", "unreported_fraction", "{:.0%}".format, partly),
         ("outer steps", "outer_steps", "{:,.0f}".format, not trained),
         (
@@ -176,6 +193,11 @@ def clock_format(largest_s: float) -> Callable[[float], str]:
     )
 
 
+def _duration(seconds: float) -> str:
+    """A short time, in the unit that fits: `2.21 s`, `39.6 ms`, `850 µs`."""
+    return _prefixed(seconds * 1e6, " µs", " ms", " s")
+
+
 def _factor(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1}f}×"
 
@@ -189,9 +211,10 @@ def _seeds(runs: Sequence[Result]) -> str:
 def finding(compared: Sequence[Row], target: float | None) -> str:
     """The result in one sentence."""
     if target is None or all(row["final_loss"] is None for row in compared):
-        return "No losses to compare: this is about time and bytes."
+        return _fastest_per_step(compared)
     if not (reach := [row for row in compared if row["speed_up"] is not None]):
-        return "No method reaches the target loss with all of its seeds."
+        but = " and does not diverge" if any(row["diverged"] for row in compared) else ""
+        return f"No method reaches the target loss with all of its seeds{but}."
     if len({row["clock"] for row in reach}) > 1:
         return (
             "Times of live runs are measured, those of the others modelled: they cannot be "
@@ -206,6 +229,20 @@ def finding(compared: Sequence[Row], target: float | None) -> str:
     return (
         f"{reach[0]['label']} reaches the target loss {'first, ' if slowest else ''}after "
         f"{time}{slowest}."
+    )
+
+
+def _fastest_per_step(compared: Sequence[Row]) -> str:
+    """The result where there are no losses."""
+    about = "No losses to compare: this is about time and bytes."
+    known = [row for row in compared if row["time_per_step_s"]]
+    if len(known) < 2 or len({row["clock"] for row in known}) > 1:
+        return about
+    first, last = known[0], known[-1]
+    return (
+        f"{first['label']} takes the least time per inner step, "
+        f"{_duration(first['time_per_step_s'])}; {last['label']} takes "
+        f"{_factor(last['time_per_step_s'] / first['time_per_step_s'])} as long. {about}"
     )
 
 
@@ -229,20 +266,35 @@ def notes(runs: Sequence[Result], target: float | None) -> str:
         several += (
             " These runs differ in what is real or what is modelled: compare like with like only."
         )
+    several += "".join(
+        f" {row['label']} has diverged{_of_seeds(row)}: it ends with a loss above the one that it "
+        "began with, or not finite. It gets no speed-up."
+        for row in compared
+        if row["diverged"]
+    )
     several += "".join(f" {line}." for line in (*too_few(runs), *incidents(runs)))
     if target is None or not loss_names(runs):
-        return f"All figures are of whole runs.{several}"
+        return (
+            "All figures are of whole runs. A run ends when its model changes at or after the "
+            "planned inner steps, and with some methods that is many steps later: compare times "
+            f"per inner step, by which the methods are ordered.{several}"
+        )
     chosen = (
         "the loss that the worst of these runs ends at"
         if target == target_loss(runs)
         else "as asked for"
     )
+    counted = "Inner steps" if all(row["tokens"] is None for row in compared) else "Tokens"
     return (
         f"Target: {loss_names(runs)[0]} {target:.3f}, {chosen}; its time is read off the straight "
         "line between the evaluations before and after it. Speed-up: times faster than the slowest "
-        "method that reaches it. Tokens, bytes and idle time are of whole runs."
+        f"method that reaches it. {counted}, bytes and idle time are of whole runs."
         f"{several}"
     )
+
+
+def _of_seeds(row: Row) -> str:
+    return f" with {row['diverged']} of {row['seeds']} seeds" if row["seeds"] > 1 else ""
 
 
 def _deviations(runs: Sequence[Result], compared: Sequence[Row]) -> str:

@@ -16,6 +16,7 @@ from archipel.actor import (
     Gradient,
     Message,
     NodeId,
+    Reduced,
     Refused,
     Trained,
     Update,
@@ -50,7 +51,11 @@ class Node:
     told: str = ""
 
     def handle(self, message: Message, sender: NodeId, ctx: Context, recorder: Recorder) -> None:
-        """Let the actor react to a message, or to its refusal."""
+        """Let the actor react to a message, or to its refusal.
+
+        Raises:
+            TrainingError: it has changed a vector of the message in place.
+        """
         if (
             self.screen is not None
             and isinstance(message, Update)
@@ -58,7 +63,17 @@ class Node:
         ):
             message = Refused(message)
         self.told = type(message).__name__
+        # What a node made by itself it may change; what others hold too, in the simulator it may
+        # not. Where nothing is trained there is nothing to change, and no time to lose.
+        shared = self.numel and (sender != self.actor.me or isinstance(message, Reduced))
+        vectors = wire.vectors(message) if shared else []
+        before = _changes(vectors)
         self.actor.upon(message, sender, ctx)
+        if _changes(vectors) != before:
+            raise TrainingError(
+                f"{self.actor.me} changed a vector in place that it was sent in {self.told} by "
+                f"{sender}: others may hold the same one; clone it before"
+            )
 
     def refuses(
         self, vectors: list[Vector], sender: NodeId, now: float, recorder: Recorder
@@ -116,3 +131,8 @@ class Node:
                 return None
         recorder.trainings.append(Training(now, self.actor.me, steps, loss, progress))
         return loss
+
+
+def _changes(vectors: list[Vector]) -> list[int]:
+    """How often each vector has been changed in place, as torch counts it; also through a view."""
+    return [0 if vector.is_inference() else vector._version for vector in vectors]

@@ -297,10 +297,8 @@ class Simulator:
         state.census.finishes(worker, event.steps, lost_servers)
         for observer in state.observers:
             observer.finishes(worker, event.steps)
-        counts = state.census.plan.tokens_per_step is not None
-        state.nodes[worker].end_job(
-            answer, state.now, event.progress, state.recorder, losses_count=counts
-        )
+        node = state.nodes[worker]
+        node.end_job(answer, state.now, event.progress, state.recorder, losses_count=node.numel > 0)
         engine.handle(worker, answer, worker)
 
     def _lost_servers(self) -> Sequence[NodeId]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -28,6 +28,7 @@ from archipel.train.gpt import GPT, next_token_loss
 from archipel.train.seeding import seed_everything, seeds_kept
 
 Batch = Any
+UNNAMED = "a task of your own"
 CPU = torch.device("cpu")
 
 
@@ -77,7 +78,8 @@ class Task:
         optimizer: makes the inner optimizer of a model: a `torch.optim.Optimizer` whose `step()`
             needs no closure. A parameter that a batch does not touch has no gradient in its step.
         valid_batches: how many batches an evaluation sees.
-        tokens_per_step: tokens (or samples) of one batch, for the records.
+        tokens_per_step: tokens (or samples) of one batch, for the records; None: not known, and
+            the records count inner steps alone.
         gradient_clip: largest norm of a gradient; None: as it is.
         schedule: the learning rate over the run; None: constant.
         autocast: run the forward pass in this type; None: as the model is.
@@ -94,11 +96,11 @@ class Task:
     batches: Callable[[Shard, int], Batch]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     valid_batches: int = 8
-    tokens_per_step: int = 1
+    tokens_per_step: int | None = None
     gradient_clip: float | None = 1.0
     schedule: Schedule | None = Schedule()
     autocast: torch.dtype | None = None
-    description: str = "a task of your own"
+    description: str = UNNAMED
     loss_name: str = "validation loss"
     entropy_rate: float | None = None
 
@@ -116,6 +118,8 @@ class Task:
                 _refuse(name, f"a {type(value).__name__}", gives)
         for name in ("valid_batches", "tokens_per_step"):
             count: Any = getattr(self, name)
+            if count is None and name == "tokens_per_step":
+                continue
             if not (_is_number(count) and isinstance(count, Integral) and int(count) >= 1):
                 _refuse(name, repr(count), "a whole number, at least 1")
         clip, rate = self.gradient_clip, self.entropy_rate
@@ -318,9 +322,14 @@ def task_config(name: str) -> type[TaskConfig]:
     if ":" in name:
         return UserTask
     if name not in CONFIGS:
+        meant = (
+            f"; name its function too: '{name}:make'"
+            if name.endswith(".py")
+            else nearest(name, CONFIGS)
+        )
         raise UserError(
             f"task = {name!r}: allowed are {', '.join(CONFIGS)} and your own "
-            f"'file.py:function'{nearest(name, CONFIGS)}"
+            f"'file.py:function'{meant}"
         )
     return CONFIGS[name]
 
@@ -426,6 +435,9 @@ def adamw(
 
 def _user_task(name: str) -> Task:
     file, _, function = name.rpartition(":")
+    if not (file and function):
+        lacking = "function" if file else "file"
+        raise UserError(f"task.name = {name!r}: no {lacking} is named; expected 'file.py:function'")
     module = import_file(Path(file), f"task.name = {name!r}")
     make = getattr(module, function, None)
     if not callable(make):
@@ -448,4 +460,6 @@ def _user_task(name: str) -> Task:
             f"task.name = {name!r}: {function}() returned {type(task).__name__}, not an "
             "archipel.Task"
         )
+    if task.description == UNNAMED:
+        return replace(task, description=f"{Path(file).name}:{function}, {UNNAMED}")
     return task
