@@ -477,6 +477,15 @@ def test_options_that_are_wrong_are_told_without_a_traceback(
     """The option parser's own words take a few lines: how the command is used, then the error."""
     code, _, complaint = archipel(*COMPARE, "halos", *arguments, "--out", tmp_path / "out")
     assert code == 2
+    assert " ".join(arguments) in complaint or arguments[0] == "--stpes"
     assert arguments[0] in complaint.splitlines()[-1]
     assert "Traceback" not in complaint
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given", [("--steps", "0"), ("--steps=0",), ("--steps", "3", "--steps=0")])
+def test_a_wrong_value_of_an_option_is_named(archipel: Any, given: tuple[str, ...]) -> None:
+    code, printed, complaint = archipel("compare", "--task", "none", *given)
+    assert (code, printed) == (2, "")
+    assert complaint.startswith("archipel: --steps 0: ")
+    assert "1" in complaint.removeprefix("archipel: --steps 0: ")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import sys
 import warnings
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -89,7 +89,22 @@ def main() -> None:
         # The option parser's own errors. Which package they come from depends on typer's version.
         if not hasattr(error, "format_message"):
             raise
-        _complain(error.format_message(), getattr(error, "exit_code", 2))
+        _complain(_wrong_option(error), getattr(error, "exit_code", 2))
+
+
+def _wrong_option(error: Any) -> str:
+    """What the option parser complains of, as all other mistakes are told: option, value, what is
+    allowed. It leaves the value out.
+    """
+    names: list[str] = getattr(getattr(error, "param", None), "opts", [])
+    given = ""
+    for argument, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        if name in names:  # the last one counts
+            given = value if equals else following
+    if not given or not error.message or repr(given) in error.message:
+        return str(error.format_message())
+    return f"{names[0]} {given}: {error.message.removeprefix('Input ')}"
 
 
 def _complain(message: object, code: int) -> NoReturn:
