@@ -562,11 +562,10 @@ def test_a_report_that_cannot_be_written_is_one_line(archipel: Any, tmp_path: Pa
 
 def test_a_recipes_target_is_the_reports(archipel: Any, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("method: diloco\ntask: none\nrun: {steps: 512, target_loss: 1.5}\n")
-    assert (
-        json.loads(archipel("run", recipe, "--json", "--out", tmp_path / "out").out)["target_loss"]
-        == 1.5
-    )
+    task = "{name: synthetic, layers: 1, width: 8, heads: 2, sequence: 8, valid_sequences: 4}"
+    recipe.write_text(f"method: diloco\ntask: {task}\nrun: {{steps: 512, target_loss: 1.5}}\n")
+    answer = archipel("run", recipe, "--json", "--processes", 1, "--out", tmp_path / "out")
+    assert json.loads(answer.out)["target_loss"] == 1.5
 
 
 def test_ctrl_c_leaves_what_was_finished(

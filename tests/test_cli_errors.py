@@ -307,6 +307,24 @@ def test_a_setting_that_looks_like_an_impossible_date(refused: Any) -> None:
     assert text == "--set run.seconds=2024-13-45: '2024-13-45' is not a value that YAML can read"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        ((*COMPARE, "halos", "--target-loss", "2.5"), "--target-loss"),
+        ((*COMPARE, "halos", "--set", "run.target_loss=2.5"), "run.target_loss ="),
+        (("run", "DIR/recipe.yaml"), "run.target_loss ="),
+    ],
+)
+def test_what_has_no_loss_has_no_target(
+    refused: Any, tmp_path: Path, arguments: tuple[str, ...], place: str
+) -> None:
+    recipe = "{method: halos, task: none, run: {steps: 2000, target_loss: 2.5}}"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert refused(*arguments) == (
+        f"{place} 2.5: task none trains nothing and has no loss; leave it out, or choose a task"
+    )
+
+
 @pytest.mark.parametrize("json", [(), ("--json",)], ids=["table", "json"])
 def test_a_target_loss_must_be_a_number(refused: Any, json: tuple[str, ...]) -> None:
     assert "nan" in refused(*COMPARE, "halos", "--target-loss", "nan", *json)

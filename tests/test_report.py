@@ -246,6 +246,8 @@ def test_json_holds_the_runs(runs: list[report.Result]) -> None:
     content = json.loads(json.dumps(report.as_json(runs, 2.2), allow_nan=False))
     assert set(content) == {"runs", "target_loss", "real", "modelled"}
     assert content["target_loss"] == 2.2
+    assert [run["diverged"] for run in content["runs"]] == [False] * 4
+    assert [run["time_per_step_s"] for run in content["runs"]] == [1.0, 0.1, 0.1, 0.5]
     times = {(run["label"], run["seed"]): run["time_to_target_s"] for run in content["runs"]}
     assert times == {
         (run.summary["label"], run.summary["seed"]): report.time_to_target_s(run, 2.2)

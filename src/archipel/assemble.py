@@ -130,13 +130,24 @@ def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
     """Inner steps that the run is planned for.
 
     Raises:
-        UserError: the plan is in tokens and the task has none.
+        UserError: the plan is in tokens and the task has none, or the run is to end at a loss and
+            nothing is trained.
     """
+    check_target(recipe, "run.target_loss =", recipe.run.target_loss)
     if recipe.run.tokens is None:
         return recipe.run.steps or DEFAULT_STEPS
     if tokens_per_step is None:
         raise UserError(f"run.tokens = {recipe.run.tokens}: {no_tokens(recipe)}; give steps")
     return math.ceil(recipe.run.tokens / tokens_per_step)
+
+
+def check_target(recipe: Recipe, place: str, target_loss: float | None) -> None:
+    """Raise a `UserError` if a target is given at `place` for a recipe that has no loss."""
+    if target_loss is not None and isinstance(recipe.task, NoTask):
+        raise UserError(
+            f"{place} {target_loss:g}: task none trains nothing and has no loss; leave it out, or "
+            "choose a task"
+        )
 
 
 def check_saved_by_tokens(every: Every | None, recipe: Recipe, tokens_per_step: int | None) -> None:

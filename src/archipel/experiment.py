@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipel import report, rundir, simulation
+from archipel import assemble, report, rundir, simulation
 from archipel.arguments import check_arguments
 from archipel.assemble import check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
@@ -155,6 +155,7 @@ def compare(
         settings or {},
     )
     check_target(target_loss)
+    assemble.check_target(recipes[0], "--target-loss", target_loss)
     recipes = [recipe.strictly() for recipe in recipes] if strict else recipes
     for recipe in recipes:
         check_reachable(recipe)

@@ -40,6 +40,8 @@ _JSON = [
     "stopped",
     "refused_updates",
     "restarts",
+    "faults_planned",
+    "faults_happened",
     "settings",
 ]
 MEANS = (
@@ -198,7 +200,12 @@ def as_json(runs: Sequence[Result], target: float | None) -> dict[str, Any]:
 def _figures_of(run: Result, target: float | None) -> dict[str, Any]:
     time_s, half_s = reached(run, target) or (None, None)
     figures = {key: run.summary.get(key) for key in _JSON}
-    return figures | {"time_to_target_s": time_s, "time_to_target_s_grid": half_s}
+    return figures | {
+        "time_to_target_s": time_s,
+        "time_to_target_s_grid": half_s,
+        "time_per_step_s": time_per_step_s(run),
+        "diverged": diverged(run),
+    }
 
 
 def record(run: Result, target: float | None) -> dict[str, Any]:

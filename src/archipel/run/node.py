@@ -63,10 +63,11 @@ class Node:
         ):
             message = Refused(message)
         self.told = type(message).__name__
-        # What a node made by itself it may change; what others hold too, in the simulator it may
-        # not. Where nothing is trained there is nothing to change, and no time to lose.
-        shared = self.numel and (sender != self.actor.me or isinstance(message, Reduced))
-        vectors = wire.vectors(message) if shared else []
+        own = sender == self.actor.me and not isinstance(message, Reduced)
+        if own or not self.numel:  # nobody else holds it, or it is empty: nothing to look after
+            self.actor.upon(message, sender, ctx)
+            return
+        vectors = wire.vectors(message)
         before = _changes(vectors)
         self.actor.upon(message, sender, ctx)
         if _changes(vectors) != before:
