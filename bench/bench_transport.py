@@ -360,7 +360,7 @@ def keys_module() -> Any:
     """`archipel.transport.keys` without the rest of the package: to import torch in each end takes
     seconds.
     """
-    path = HERE.parent / "src" / "archipel" / "live" / "keys.py"
+    path = HERE.parent / "src" / "archipel" / "transport" / "keys.py"
     spec = importlib.util.spec_from_file_location("keys", path)
     assert spec is not None
     assert spec.loader is not None
