@@ -151,16 +151,15 @@ def test_parts_come_out_as_they_went_in(make: Make, local: bool) -> None:
             assert not array.size or array.ctypes.data % frames.ALIGNMENT == 0
 
 
-def test_messages_of_a_pair_arrive_in_order_and_urgent_ones_may_overtake(make: Make) -> None:
+def test_messages_of_a_pair_arrive_in_order(make: Make) -> None:
     first, second = make(Host), make(Host)
     proxy = make(Proxy, second.address, rate=1e6)
     first.send(proxy.address, [b"0"])
     assert bytes(second.next()[0]) == b"0"
     first.send(proxy.address, [LARGE])
     first.send(proxy.address, [b"behind the vector"])
-    first.send(proxy.address, [b"urgent"], urgent=True)
-    came = [bytes(second.next()[0][:20]) for _ in range(3)]
-    assert came == [b"urgent", LARGE.tobytes()[:20], b"behind the vector"]
+    came = [bytes(second.next()[0][:20]) for _ in range(2)]
+    assert came == [LARGE.tobytes()[:20], b"behind the vector"]
 
 
 def test_both_directions_at_once(make: Make) -> None:
@@ -182,14 +181,14 @@ def test_a_transfer_goes_on_where_it_stopped(make: Make) -> None:
     assert proxy.connections >= 6
 
 
-messages = st.lists(st.tuples(st.integers(0, 300_000), st.booleans()), min_size=1, max_size=12)
+messages = st.lists(st.integers(0, 300_000), min_size=1, max_size=12)
 cuts = st.lists(st.integers(0, 400_000), max_size=10)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(messages, cuts, st.integers(1, 4))
 def test_whatever_breaks_all_messages_arrive_once_and_in_order(
-    sizes: list[tuple[int, bool]], cuts: list[int], streams: int
+    sizes: list[int], cuts: list[int], streams: int
 ) -> None:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sending, "LONGEST_WAIT_S", 0.05)
@@ -197,20 +196,14 @@ def test_whatever_breaks_all_messages_arrive_once_and_in_order(
         proxy = Proxy(second.address, iter(cuts))
         for close in (proxy.close, second.transport.close, first.transport.close):
             stack.callback(close)
-        for number, (size, urgent) in enumerate(sizes):
-            first.send(
-                proxy.address, [bytes([number]), bytes([number + 100]) * size], urgent=urgent
-            )
+        for number, size in enumerate(sizes):
+            first.send(proxy.address, [bytes([number]), bytes([number + 100]) * size])
         first.transport.close(wait_s=WAIT_S)  # all have been acknowledged
         came = [second.next() for _ in sizes]
         assert second.came.empty()
-        numbers = [part[0][0] for part in came]
         for head, body in came:
-            assert bytes(body) == bytes([head[0] + 100]) * sizes[head[0]][0]
-        for urgent in (False, True):
-            sent = [number for number, one in enumerate(sizes) if one[1] == urgent]
-            in_order = [number for number in numbers if number in sent]
-            assert sent == (sorted(in_order) if urgent else in_order)
+            assert bytes(body) == bytes([head[0] + 100]) * sizes[head[0]]
+        assert [head[0] for head, _ in came] == list(range(len(sizes)))
 
 
 def test_a_host_that_is_started_again_is_another_sender(make: Make) -> None:
@@ -457,7 +450,7 @@ def test_what_crosses_is_counted(make: Make) -> None:
 def test_frames_are_what_they_were() -> None:
     hello = Hello(b"l" * 16, 3, Address("host.example", 7000))
     assert Hello.unpack(hello.pack()) == hello
-    chunk = Chunk(True, 2**40, 2**41, 2**30, 2**20)
+    chunk = Chunk(2**40, 2**41, 2**30, 2**20)
     assert Chunk.unpack(chunk.pack()) == chunk
 
 
@@ -466,7 +459,7 @@ def test_what_is_no_frame_is_refused() -> None:
         Hello.unpack(Hello(bytes(16), 0, Address("a", 1)).pack().replace(b"archipl1", b"archipl2"))
     for offset, length in ((0, 0), (90, 11), (0, 2**20 + 1)):
         with pytest.raises(FrameError, match="at most 1048576 bytes, inside its message"):
-            Chunk.unpack(Chunk(False, 0, 100, offset, length).pack())
+            Chunk.unpack(Chunk(0, 100, offset, length).pack())
     with pytest.raises(FrameError, match="a message whose table of parts is cut off"):
         frames.parts_of(memoryview(b"\xff" * 64))
     with pytest.raises(FrameError, match="a message of 128 bytes whose parts have 4"):

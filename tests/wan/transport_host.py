@@ -35,7 +35,7 @@ def main() -> None:
             say({"came_s": came_s, "transfers": transfers, "wire_bytes": wire_bytes})
         else:
             vector = np.ones(size, np.uint8)
-            transport.send(Address(to, transport.address.port), [vector], urgent=what == "urgent")
+            transport.send(Address(to, transport.address.port), [vector])
 
 
 def say(what: object) -> None:

@@ -28,8 +28,8 @@ LONGEST_CHUNK = 2**20
 MOST_PARTS = 2**16
 
 _HELLO = struct.Struct("!8s16sQ255pH")
-_CHUNK = struct.Struct("!?QQQI")
-_ACK = struct.Struct("!?QQI")
+_CHUNK = struct.Struct("!QQQI")
+_ACK = struct.Struct("!QQI")
 HELLO_BYTES, CHUNK_BYTES, ACK_BYTES = _HELLO.size, _CHUNK.size, _ACK.size
 
 
@@ -77,12 +77,11 @@ class Chunk(NamedTuple):
     """A part of a message, which follows.
 
     Attributes:
-        urgent, number: which message; urgent ones and others are counted apart.
+        number: which message.
         total: bytes of the whole message.
         offset, length: which of them follow.
     """
 
-    urgent: bool
     number: int
     total: int
     offset: int
@@ -102,7 +101,6 @@ class Chunk(NamedTuple):
 class Ack(NamedTuple):
     """So many bytes of the chunk have come."""
 
-    urgent: bool
     number: int
     offset: int
     received: int

@@ -52,12 +52,11 @@ class Inlet:
 
     Attributes:
         hello: what it has said last.
-        deliver: takes the parts of each message, once; those that are not urgent in order.
+        deliver: takes the parts of each message, once and in order.
         streams: its connections.
-        coming: messages of which something has come, by urgency and number.
+        coming: messages of which something has come, by number.
         early: whole ones that wait for those before them, by number.
-        expected: the first number that has not been delivered, urgent ones apart.
-        urgent: numbers above that which have been, of urgent messages.
+        expected: the first number that has not been delivered.
         received_bytes, messages: delivered so far.
         quiet_s: since when it has had no connection; None: it has one.
     """
@@ -65,10 +64,9 @@ class Inlet:
     hello: Hello
     deliver: Deliver
     streams: set[ReceivingStream] = field(default_factory=set)
-    coming: dict[tuple[bool, int], Coming] = field(default_factory=dict)
+    coming: dict[int, Coming] = field(default_factory=dict)
     early: dict[int, list[memoryview]] = field(default_factory=dict)
-    expected: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
-    urgent: set[int] = field(default_factory=set)
+    expected: int = 0
     received_bytes: int = 0
     messages: int = 0
     quiet_s: float | None = None
@@ -83,8 +81,7 @@ class Inlet:
             raise FrameError(f"a stream of lane {hello.lane}, which has been given up")
         if hello.lane > self.hello.lane:
             self.forget()
-            self.hello, self.expected = hello, {False: 0, True: 0}
-            self.urgent.clear()
+            self.hello, self.expected = hello, 0
         self.streams.add(stream)
         self.quiet_s = None
 
@@ -98,13 +95,11 @@ class Inlet:
 
     def begin(self, chunk: Chunk, stream: ReceivingStream) -> memoryview | None:
         """Where a chunk's bytes belong; None: they are there already."""
-        key = (chunk.urgent, chunk.number)
-        known = self.urgent if chunk.urgent else self.early
-        if chunk.number < self.expected[chunk.urgent] or chunk.number in known:
+        if chunk.number < self.expected or chunk.number in self.early:
             return None
-        coming = self.coming.get(key)
+        coming = self.coming.get(chunk.number)
         if coming is None:
-            coming = self.coming[key] = Coming(space(chunk.total), chunk.total)
+            coming = self.coming[chunk.number] = Coming(space(chunk.total), chunk.total)
         if chunk.total != len(coming.memory):
             raise FrameError(f"{chunk} of a message that has {len(coming.memory)} bytes")
         if chunk.offset in coming.done:
@@ -117,8 +112,7 @@ class Inlet:
 
     def end(self, chunk: Chunk, stream: ReceivingStream) -> None:
         """A chunk is there; deliver what is whole now."""
-        key = (chunk.urgent, chunk.number)
-        coming = self.coming.get(key)
+        coming = self.coming.get(chunk.number)
         if coming is None or coming.writers.get(chunk.offset) is not stream:
             return
         del coming.writers[chunk.offset]
@@ -127,17 +121,10 @@ class Inlet:
         if coming.left_bytes:
             return
         parts = parts_of(coming.memory.toreadonly())
-        del self.coming[key]
-        if chunk.urgent:
-            self.urgent.add(chunk.number)
-            while self.expected[True] in self.urgent:
-                self.urgent.remove(self.expected[True])
-                self.expected[True] += 1
-            self._deliver(parts)
-            return
+        del self.coming[chunk.number]
         self.early[chunk.number] = parts
-        while (number := self.expected[False]) in self.early:
-            self.expected[False] += 1
+        while (number := self.expected) in self.early:
+            self.expected += 1
             self._deliver(self.early.pop(number))
 
     def _deliver(self, parts: list[memoryview]) -> None:
@@ -240,5 +227,5 @@ class ReceivingStream(asyncio.BufferedProtocol):
 
     def _answer(self, chunk: Chunk) -> None:
         self.answered_s = self.now()
-        ack = Ack(chunk.urgent, chunk.number, chunk.offset, self.filled)
+        ack = Ack(chunk.number, chunk.offset, self.filled)
         self.transport.write(ack.pack())

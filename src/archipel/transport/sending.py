@@ -4,10 +4,10 @@ What belongs here: which chunk goes over which stream, what has arrived, and wha
 does not: how a connection is made (`transport.py`), and what the other end does (`receiving.py`).
 All of it runs in the loop's thread.
 
-Small messages have a stream of their own, so that they do not wait behind a vector. Large ones are
-cut into chunks, and each stream takes the next one when its connection can carry more: a stream
-that has lost packets and is slow for a while takes fewer. A chunk is sent again, over any stream,
-if its connection breaks before the receiver has acknowledged it; nothing else is ever sent twice.
+Messages are cut into chunks, and each stream takes the next one when its connection can carry more:
+a stream that has lost packets and is slow for a while takes fewer. A chunk is sent again, over any
+stream, if its connection breaks before the receiver has acknowledged it; nothing else is ever sent
+twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from archipel.transport.frames import ACK_BYTES, Ack, Address, Chunk, Hello, Payload
 
 SMALL_BYTES = 64 * 1024
-"""A message of at most so many bytes does not wait behind larger ones."""
+"""For a message of at most so many bytes, no more than one stream is opened."""
 
 CHUNK_BYTES, FAST_CHUNK_BYTES = 64 * 1024, 256 * 1024
 """Small, so that the last ones do not keep all waiting on a slow stream; on a fast link large
@@ -53,7 +53,6 @@ class Outgoing:
         arrived_bytes: the receiver has.
     """
 
-    urgent: bool
     number: int
     payload: Payload
     cut_bytes: int = 0
@@ -76,14 +75,10 @@ class Queue:
     Attributes:
         messages: of which not all chunks have been taken.
         returned: chunks whose connection has broken.
-        streams: those that carry them.
-        workers: tasks; one opens a stream and carries chunks over it.
     """
 
     messages: deque[Outgoing] = field(default_factory=deque)
     returned: deque[tuple[Outgoing, Chunk]] = field(default_factory=deque)
-    streams: set[SendingStream] = field(default_factory=set)
-    workers: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.messages or self.returned)
@@ -96,7 +91,7 @@ class Queue:
             return None
         message = self.messages[0]
         total, offset = message.payload.size, message.cut_bytes
-        chunk = Chunk(message.urgent, message.number, total, offset, min(limit, total - offset))
+        chunk = Chunk(message.number, total, offset, min(limit, total - offset))
         message.cut_bytes += chunk.length
         if message.cut_bytes == total:
             self.messages.popleft()
@@ -138,11 +133,10 @@ class SendingStream(asyncio.Protocol):
 
     def __init__(self, lane: Lane, gone: Callable[[asyncio.Transport], None]) -> None:
         self.lane, self.gone = lane, gone
-        self.unanswered: dict[tuple[bool, int, int], Sent] = {}
+        self.unanswered: dict[tuple[int, int], Sent] = {}
         self.answers = b""
         self.stirred = asyncio.Event()  # something may have changed for `carry`
         self.paused = self.lost = self.answered = False
-        self.queue: Queue | None = None
         self.plain: socket.socket | None = None
 
     # What asyncio calls
@@ -177,10 +171,9 @@ class SendingStream(asyncio.Protocol):
 
     # Chunks
 
-    async def carry(self, queue: Queue) -> None:
+    async def carry(self) -> None:
         """Carry chunks until the connection is lost, or there have been none for long."""
-        self.queue = queue
-        queue.streams.add(self)
+        self.lane.carriers.add(self)
         if self.lane.local:
             # For chunks, which asyncio's transports would copy once more.
             self.plain = self.transport.get_extra_info("socket").dup()
@@ -189,7 +182,7 @@ class SendingStream(asyncio.Protocol):
                 self.stirred.clear()
                 if self.paused:
                     await self.stirred.wait()
-                elif taken := queue.take(self._limit()):
+                elif taken := self.lane.queue.take(self._limit()):
                     await self._send(*taken)
                 else:
                     try:
@@ -199,7 +192,7 @@ class SendingStream(asyncio.Protocol):
                         if not self.unanswered:
                             return
         finally:
-            queue.streams.discard(self)
+            self.lane.carriers.discard(self)
             self.transport.abort()
             if self.plain is not None:
                 self.plain.close()
@@ -212,7 +205,7 @@ class SendingStream(asyncio.Protocol):
         return FAST_CHUNK_BYTES if fast else CHUNK_BYTES
 
     async def _send(self, message: Outgoing, chunk: Chunk) -> None:
-        self.unanswered[chunk.urgent, chunk.number, chunk.offset] = Sent(message, chunk)
+        self.unanswered[chunk.number, chunk.offset] = Sent(message, chunk)
         pieces = message.payload.cut(chunk.offset, chunk.offset + chunk.length)
         if self.plain is not None:
             for piece in (memoryview(chunk.pack()), *pieces):
@@ -222,7 +215,7 @@ class SendingStream(asyncio.Protocol):
             await asyncio.sleep(0)  # other streams have their turn
 
     def _hear(self, ack: Ack) -> None:
-        key = (ack.urgent, ack.number, ack.offset)
+        key = (ack.number, ack.offset)
         sent = self.unanswered.get(key)
         if sent is None:
             return  # of a message that has been given up
@@ -249,6 +242,8 @@ class Lane:
 
     Attributes:
         messages: that have not wholly arrived, in the order of sending.
+        carriers: streams that carry chunks now.
+        workers: tasks; each opens a stream and carries chunks over it.
         number: of the lane; another one whenever all that was on the way has been given up.
         moved_s: when something has arrived last, or there was nothing on the way.
         trouble: what went wrong with a connection last.
@@ -269,26 +264,25 @@ class Lane:
         self.open_stream, self.streams, self.loop = open_stream, streams, loop
         self.now = loop.time
         self.number = 0
-        self.numbers = {False: 0, True: 0}  # of the next message, urgent ones apart
-        self.messages: dict[tuple[bool, int], Outgoing] = {}
-        self.small, self.large = Queue(), Queue()
+        self.sent = 0  # messages, in this lane
+        self.messages: dict[int, Outgoing] = {}
+        self.queue = Queue()
+        self.carriers: set[SendingStream] = set()
+        self.workers: set[asyncio.Task[None]] = set()
         self.rate, self.moved_s = Rate(self.now()), self.now()
         self.trouble = "it has not answered"
 
     def hello(self) -> Hello:
         return Hello(self.life, self.number, self.me)
 
-    def send(self, payload: Payload, *, urgent: bool) -> None:
+    def send(self, payload: Payload) -> None:
         """Put a message on its way."""
         if not self.messages:
             self.moved_s = self.now()
-        number = self.numbers[urgent]
-        self.numbers[urgent] += 1
-        message = self.messages[urgent, number] = Outgoing(urgent, number, payload)
-        small = payload.size <= SMALL_BYTES
-        queue = self.small if small else self.large
-        queue.messages.append(message)
-        self._stir(queue, 1 if small else self.streams)
+        message = self.messages[self.sent] = Outgoing(self.sent, payload)
+        self.sent += 1
+        self.queue.messages.append(message)
+        self._stir(1 if payload.size <= SMALL_BYTES else self.streams)
 
     def arrived(self, message: Outgoing, size: int) -> None:
         """So much more of a message is there."""
@@ -296,61 +290,60 @@ class Lane:
         self.moved_s = self.now()
         self.rate.add(size, self.moved_s)
         if message.arrived_bytes == message.payload.size:
-            self.messages.pop((message.urgent, message.number), None)
+            self.messages.pop(message.number, None)
 
     def lose(self, stream: SendingStream, error: Exception | None) -> None:
         """A connection is gone, and what it carried has to go again."""
         if error is not None:
             self.trouble = str(error) or type(error).__name__
-        if stream.queue is None or not stream.unanswered:
+        if not stream.unanswered:
             return
         for sent in reversed(stream.unanswered.values()):
             sent.message.arrived_bytes -= sent.arrived_bytes
-            stream.queue.returned.appendleft((sent.message, sent.chunk))
+            self.queue.returned.appendleft((sent.message, sent.chunk))
         stream.unanswered.clear()
-        self._stir(stream.queue, 1)
+        self._stir(1)
 
     def give_up(self) -> int:
         """Forget all that is on the way, and begin anew; how many messages that were."""
         lost = len(self.messages)
         self.number += 1
-        self.numbers = {False: 0, True: 0}
+        self.sent = 0
         self.messages.clear()
         self.close()
         return lost
 
     def close(self) -> None:
         """End all streams, and what they carry."""
-        for queue in (self.small, self.large):
-            queue.messages.clear()
-            queue.returned.clear()
-            for stream in queue.streams:
-                stream.unanswered.clear()
-            for worker in queue.workers:
-                worker.cancel()
-            queue.workers.clear()
+        self.queue.messages.clear()
+        self.queue.returned.clear()
+        for stream in self.carriers:
+            stream.unanswered.clear()
+        for worker in self.workers:
+            worker.cancel()
+        self.workers.clear()
 
-    def _stir(self, queue: Queue, workers: int) -> None:
+    def _stir(self, workers: int) -> None:
         """There is something to carry, for so many streams at least."""
-        for stream in queue.streams:
+        for stream in self.carriers:
             stream.stirred.set()
-        while len(queue.workers) < workers:
-            worker = self.loop.create_task(self._work(queue))
-            queue.workers.add(worker)
-            worker.add_done_callback(queue.workers.discard)
+        while len(self.workers) < workers:
+            worker = self.loop.create_task(self._work())
+            self.workers.add(worker)
+            worker.add_done_callback(self.workers.discard)
 
-    async def _work(self, queue: Queue) -> None:
+    async def _work(self) -> None:
         """Carry what is queued over one stream, and over another one if that breaks."""
         wait_s = FIRST_WAIT_S
-        while queue:
+        while self.queue:
             try:
                 stream = await self.open_stream(self)
-                await stream.carry(queue)
+                await stream.carry()
             except OSError as error:  # TLS's errors and time-outs are some, too
                 self.trouble = str(error) or type(error).__name__
             else:
                 # Whoever has been refused is told so only after it has been connected.
                 wait_s = FIRST_WAIT_S if stream.answered else wait_s
-            if queue:
+            if self.queue:
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)

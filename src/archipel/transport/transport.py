@@ -5,11 +5,10 @@ What does not: what the messages mean, and who sends them; the two ends of a str
 `receiving.py`); what is said on it (`frames.py`); keys (`keys.py`); what the kernel is told of a
 connection (`sockets.py`).
 
-A message arrives whole, once, and in the order of sending to that receiver; urgent ones may
-overtake. One that breaks off goes on where it stopped. If nothing at all arrives for `deadline_s`,
-everything that was on its way to that receiver is given up as a whole, and `failed` is told
-(whether the last messages have been delivered is then unknown, as it always is). A transfer that
-moves is never given up.
+A message arrives whole, once, and in the order of sending to that receiver. One that breaks off
+goes on where it stopped. If nothing at all arrives for `deadline_s`, everything that was on its way
+to that receiver is given up as a whole, and `failed` is told (whether the last messages have been
+delivered is then unknown, as it always is). A transfer that moves is never given up.
 
 Between machines everything is TLS with the run's keys, on one port a host. Within a machine, a Unix
 socket in the kernel's abstract namespace, which belongs to a network namespace as ports do, carries
@@ -101,7 +100,6 @@ class Transport:
             is called in the transport's thread, and must be quick.
         failed: told that all that was on its way to a host has been given up, and why.
         ports: one of them is listened on; empty: any that is free.
-        bind: the interface to listen on, if it is not that of `host`: "" for all of them.
         streams: to each receiver on another machine.
         deadline_s: longest time without anything that arrives.
         congestion: TCP's congestion control to far hosts, where the kernel has it and lets its
@@ -123,7 +121,6 @@ class Transport:
         deliver: Deliver,
         failed: Failed = lambda address, reason: None,
         ports: Sequence[int] = (),
-        bind: str | None = None,
         streams: int = STREAMS,
         deadline_s: float = 60.0,
         congestion: str = "bbr",
@@ -137,9 +134,8 @@ class Transport:
         self.strangers: dict[asyncio.Task[bool], None] = {}  # the oldest first
         self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
         self.refused = self.closed_wire_bytes = 0
-        self.tasks: list[asyncio.Task[None]] = []
         self.closed = False
-        listener = sockets.listen(host if bind is None else bind, ports, MOST_STRANGERS)
+        listener = sockets.listen(host, ports, MOST_STRANGERS)
         self.address = Address(host, listener.getsockname()[1])
         self.listeners = [listener, *sockets.listen_locally(self._local_name(self.address))]
         self.loop = asyncio.new_event_loop()
@@ -153,24 +149,17 @@ class Transport:
 
     # What other threads ask
 
-    def send(
-        self,
-        to: Address,
-        parts: Sequence[bytes | memoryview | np.ndarray],
-        *,
-        urgent: bool = False,
-    ) -> None:
+    def send(self, to: Address, parts: Sequence[bytes | memoryview | np.ndarray]) -> None:
         """Put a message on its way. Nothing may write to its parts until it has arrived.
 
         Args:
             to: the receiver's `address`.
             parts: they come out as they are; contiguous arrays are not copied.
-            urgent: it may overtake those before it.
         """
         if self.closed:
             raise RuntimeError(f"the transport of {self.address} is closed")
         payload = Payload(parts)
-        self.loop.call_soon_threadsafe(self._send, to, payload, urgent)
+        self.loop.call_soon_threadsafe(self._send, to, payload)
 
     def forget(self, to: Address) -> None:
         """Give up all that is on its way to a host that is lost; `failed` is not told."""
@@ -215,7 +204,7 @@ class Transport:
     async def _begin(self) -> None:
         for listener in self.listeners:
             self._listen(listener)
-        self.tasks.append(self.loop.create_task(self._look()))
+        self.looking = self.loop.create_task(self._look())  # kept: asyncio keeps no task
 
     async def _end(self) -> None:
         for listener in self.listeners:
@@ -238,14 +227,14 @@ class Transport:
                 while any(lane.messages for lane in self.lanes.values()):
                     await asyncio.sleep(0.01)
 
-    def _send(self, to: Address, payload: Payload, urgent: bool) -> None:
+    def _send(self, to: Address, payload: Payload) -> None:
         lane = self.lanes.get(to)
         if lane is None:
             local = sockets.listens_locally(self._local_name(to))
             streams = 1 if local else self.streams
             lane = Lane(to, self.address, self._connect, streams, self.loop, local=local)
             self.lanes[to] = lane
-        lane.send(payload, urgent=urgent)
+        lane.send(payload)
 
     def _forget(self, to: Address) -> None:
         if lane := self.lanes.get(to):
