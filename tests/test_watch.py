@@ -25,7 +25,7 @@ from archipel.live.health import Health
 from archipel.live.home import Home
 from archipel.live.mail import Envelope, Inbox
 from archipel.live.marks import COPIES, Marks
-from archipel.live.protocol import Mark, Membership, News, Status
+from archipel.live.protocol import Mark, Membership, News, Status, UnderWay
 from archipel.live.restarts import Restarts
 from archipel.live.saves import SaveSchedule
 from archipel.run.census import Census, Plan
@@ -201,6 +201,23 @@ def test_the_report_says_how_the_run_stands() -> None:
     assert now.late == "east/b waits for better times"
     now = health.report(50, plan, 10.0, [A], starting=[C], without_machine=[])
     assert now.late == "west/c is being started again"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "said"),
+    [
+        (31.0, "east/a → west/c 43%, 12 Mbit/s, 31 s to go"),
+        (0.0, "east/a → west/c 43%, 12 Mbit/s, 0 s to go"),
+        (None, "east/a → west/c 43%, nothing moves"),
+    ],
+)
+def test_the_message_that_takes_longest_is_told(left_s: float | None, said: str) -> None:
+    health = Health(60.0)
+    health.hear(A, status(under_way=UnderWay(C, 0.43, 1.5e6, left_s)), 1.0)
+    health.hear(B, status(), 1.0)
+    plan = Plan(steps=200, tokens_per_step=8)
+    now = health.report(50, plan, 10.0, [A, B], starting=[], without_machine=[])
+    assert now.under_way == said
 
 
 def test_last_words_are_those_of_the_last_status() -> None:

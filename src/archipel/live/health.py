@@ -165,8 +165,10 @@ class Health:
         if not slow:
             return None
         left_s, node, one = max(slow, key=lambda found: found[0])
-        rate = f"{8 * one.bytes_per_s / 1e6:.3g} Mbit/s, {left_s:.0f} s to go"
-        return f"{node} → {one.to} {one.fraction:.0%}, {rate if one.left_s else 'nothing moves'}"
+        rate = "nothing moves"
+        if one.left_s is not None:
+            rate = f"{8 * one.bytes_per_s / 1e6:.3g} Mbit/s, {left_s:.0f} s to go"
+        return f"{node} → {one.to} {one.fraction:.0%}, {rate}"
 
     def _late(self, starting: Iterable[NodeId], without_machine: Iterable[NodeId]) -> str | None:
         for node in without_machine:
