@@ -125,6 +125,17 @@ def test_a_mistake_of_an_engine_is_not_blamed_on_the_method_that_asked(
         archipel.compare([str(file)], task="none", steps=2048, out=tmp_path / "out")
 
 
+def test_a_mistake_of_the_script_is_not_blamed_on_the_method(tmp_path: Path) -> None:
+    def progress(*_: object) -> None:
+        raise KeyError("the script's")
+
+    file, _ = method(tmp_path, BUILD, "    math")
+    with pytest.raises(KeyError, match="the script's"):
+        archipel.compare(
+            [str(file)], task="none", steps=2048, out=tmp_path / "out", progress=progress
+        )
+
+
 def test_a_method_of_the_package_is_never_the_users_mistake() -> None:
     with pytest.raises(KeyError), blaming("halos"):
         raise KeyError("ours")

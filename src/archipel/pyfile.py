@@ -104,13 +104,17 @@ CALLED = ("actor.py", "vector.py", "outer.py", "parameter_server.py", "collectiv
 """Files of this package that do what a user's method tells them to."""
 
 
-def is_users(error: Exception) -> bool:
-    """Whether a user's file raised `error`, itself or by what it gave to a library or to `CALLED`.
+def is_due_to(file: Path, error: Exception) -> bool:
+    """Whether the user's `file` raised `error`, itself or by what it gave to a library or to
+    `CALLED`, or by another file that it called.
 
-    An engine that falls over though a method only asked it for something has a mistake of its own.
+    An engine that falls over though a method only asked it for something has a mistake of its own,
+    and so has a script that archipel tells of its progress.
     """
-    package = os.path.dirname(__file__)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    package, frames = os.path.dirname(__file__), traceback.extract_tb(error.__traceback__)
+    if not any(os.path.realpath(frame.filename) == os.path.realpath(file) for frame in frames):
+        return False
+    for frame in reversed(frames):
         if frame.filename.startswith(package + os.sep):  # first, for it may lie among libraries
             if frame.filename not in (os.path.join(package, name) for name in CALLED):
                 return False

@@ -18,7 +18,7 @@ from typing import cast
 
 from archipel.actor import Method
 from archipel.errors import TrainingError, UserError, nearest
-from archipel.pyfile import import_file, is_users, whereabouts
+from archipel.pyfile import import_file, is_due_to, whereabouts
 
 
 def names() -> list[str]:
@@ -55,6 +55,6 @@ def blaming(name: str) -> Iterator[None]:
     except (UserError, TrainingError):
         raise
     except Exception as error:
-        if not name.endswith(".py") or not is_users(error):
+        if not name.endswith(".py") or not is_due_to(Path(name), error):
             raise
         raise UserError(f"method = {name!r}: it failed at {whereabouts(error)}") from error
