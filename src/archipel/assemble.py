@@ -133,7 +133,7 @@ def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
         UserError: the plan is in tokens and the task has none, or the run is to end at a loss and
             nothing is trained.
     """
-    check_target(recipe, "run.target_loss =", recipe.run.target_loss)
+    check_has_loss(recipe, "run.target_loss =", recipe.run.target_loss)
     if recipe.run.tokens is None:
         return recipe.run.steps or DEFAULT_STEPS
     if tokens_per_step is None:
@@ -141,7 +141,7 @@ def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
     return math.ceil(recipe.run.tokens / tokens_per_step)
 
 
-def check_target(recipe: Recipe, place: str, target_loss: float | None) -> None:
+def check_has_loss(recipe: Recipe, place: str, target_loss: float | None) -> None:
     """Raise a `UserError` if a target is given at `place` for a recipe that has no loss."""
     if target_loss is not None and isinstance(recipe.task, NoTask):
         raise UserError(

@@ -15,9 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipel import assemble, report, rundir, simulation
+from archipel import report, rundir, simulation
 from archipel.arguments import check_arguments
-from archipel.assemble import check_reachable, warn_of_divergence
+from archipel.assemble import check_has_loss, check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
 from archipel.errors import Diverged, Interrupted, TrainingError, UserError
 from archipel.methods import blaming
@@ -155,7 +155,7 @@ def compare(
         settings or {},
     )
     check_target(target_loss)
-    assemble.check_target(recipes[0], "--target-loss", target_loss)
+    check_has_loss(recipes[0], "--target-loss", target_loss)
     recipes = [recipe.strictly() for recipe in recipes] if strict else recipes
     for recipe in recipes:
         check_reachable(recipe)
