@@ -279,6 +279,46 @@ def test_a_whole_model_of_the_users_is_taken_home_and_measuring_the_pace_moves_n
         assert not torch.equal(weights["norm.running_mean"], torch.zeros(8))
 
 
+OWN_SEED = """
+import os, torch
+from archipel import Task
+from torch import nn
+
+class Model(nn.Linear):
+    def __init__(self):
+        super().__init__(40, 200)
+        with torch.no_grad():
+            self.weight += os.getpid()
+
+def make():
+    return Task(
+        Model,
+        lambda model, batch: model(batch).square().mean(),
+        lambda shard, index: torch.ones(2, 40),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+    )
+"""
+
+
+@pytest.mark.parametrize("method", ["diloco", "halos"])
+def test_a_model_that_comes_out_different_on_each_machine_starts_from_the_commands(
+    method: str, ray: None, tmp_path: Path
+) -> None:
+    """The hosts cannot make its weights, and are sent them: 8,200 entries and more."""
+    (tmp_path / "task.py").write_text(OWN_SEED)
+    chosen = recipe(
+        method,
+        task=f"{tmp_path}/task.py:make",
+        run={"steps": 20, "evaluations": 1},
+        profile=QUICK,
+        **TWO,
+    )
+    live.launch(chosen, tmp_path / "live")
+    weights = load_file(tmp_path / "live" / "weights.safetensors")
+    first = (weights["weight"] - os.getpid()).abs().max()
+    assert 0.1 < first < 0.2  # PyTorch's bound is 1/sqrt(40) = 0.158
+
+
 STAGES: dict[str, Any] = {
     "task": {**TASK, "layers": 2, "width": 8},
     "pipeline": {"stages": 2, "micro_batches": 2},

@@ -14,6 +14,7 @@ from archipel.errors import TrainingError, UserError
 from archipel.live.cluster import listed
 from archipel.live.fleet import Died
 from archipel.live.meeting import Meeting
+from archipel.live.protocol import NeedsWeights
 from archipel.live.ray_host import ask_for_port
 from archipel.live.watch import START_S, Watch
 from archipel.train.pipeline import Pipeline
@@ -43,6 +44,8 @@ def start(watch: Watch, meetings: Mapping[NodeId, Meeting]) -> None:
                     raise TrainingError(watch.death(reply.node, error))
                 case Exception() as error:
                     raise error
+                case NeedsWeights():
+                    fleet.give_weights(reply.node)
                 case ready:
                     watch.hear_ready(reply.node, ready)
 

@@ -29,11 +29,12 @@ from archipel.recipe import Recipe
 from archipel.transport.frames import Address
 from archipel.transport.keys import Keys
 
-CHUNK = 1 << 18
-"""Entries of a vector that travel to this process in one piece: 1 MiB. Ray asks for a piece again
-that has not come within 10 s, so a piece must be small for a slow link.
+CHUNK = 1 << 14
+"""Entries of a vector that travel to or from this process in one piece: 64 KiB. So small a piece is
+part of a call, or of its answer. A larger one would be an object of its own, which Ray asks for
+again, from its start, if it has not come within 10 s.
 """
-CHUNKS = 4
+CHUNKS = 16
 """Pieces that are under way at a time, so that a distant host does not wait for each next question.
 """
 
@@ -67,6 +68,7 @@ class Fleet:
     Attributes:
         recipe: the recipe of the run.
         places: the machine of each node.
+        weights: the initial weights of each stage of the model, for hosts that cannot make them.
         hosts: the Ray actor of each host that is there or being started.
         followers: the other processes of workers that have several.
         calls: the calls that have not been answered.
@@ -77,6 +79,7 @@ class Fleet:
 
     recipe: Recipe
     places: dict[NodeId, Machine]
+    weights: Sequence[Vector] = ()
     hosts: dict[NodeId, Any] = field(default_factory=dict)
     followers: dict[NodeId, list[Any]] = field(default_factory=dict)
     calls: dict[Any, tuple[NodeId, What]] = field(default_factory=dict)
@@ -132,6 +135,14 @@ class Fleet:
             node, what = self.calls.pop(ref)
             replies.append(Reply(node, what, self._value(ref, node)))
         return replies
+
+    def give_weights(self, node: NodeId) -> None:
+        """Send a host the initial weights. It then goes on to be ready."""
+        host = self.hosts[node]
+        for k, weights in enumerate(self.weights):
+            for piece in torch.split(weights, CHUNK):
+                host.take_weights.remote(k, piece.numpy())
+        self.call(node, "connect")
 
     def tell_others(self, news: News) -> None:
         """Tell all other hosts of one that is lost, or there again."""

@@ -18,13 +18,12 @@ started again.
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,11 +40,13 @@ from archipel.actor import (
     Message,
     NodeId,
     Start,
+    Vector,
 )
 from archipel.errors import TrainingError, UserError
 from archipel.live import saves
 from archipel.live.all_reduce import AllReduceMessage
 from archipel.live.compute import Compute, JobEnded, JobFailed
+from archipel.live.initial import OtherWeights, digest, initial_weights, unpack
 from archipel.live.mail import Envelope
 from archipel.live.marks import Marks
 from archipel.live.protocol import BadLoss, HostSetup, Mark, Membership, News, Record, Status
@@ -78,17 +79,26 @@ class Host:
     Args:
         setup: which node this is, and what it does.
         post: carries an envelope to a node; copies the vectors in it before it returns.
+        weights: the initial weights of each stage of the model; None: made here, from the seed.
+
+    Raises:
+        OtherWeights: those that are made here are not those of the command.
 
     Attributes:
         events: news for the watch: a loss that is not finite, or None when all marks have been
             reached.
     """
 
-    def __init__(self, setup: HostSetup, post: Callable[[NodeId, Envelope], None]) -> None:
+    def __init__(
+        self,
+        setup: HostSetup,
+        post: Callable[[NodeId, Envelope], None],
+        weights: Sequence[Vector] | None = None,
+    ) -> None:
         # The vectors that come are read-only, and nobody writes to a message's vectors.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         torch.set_num_threads(1)
-        actor: Actor = pickle.loads(setup.actor)
+        actor = unpack(setup.actor, lambda: _weights(setup) if weights is None else weights)
         screen = Screen(setup.screening) if setup.screening else None
         self.node = Node(actor, parameters=setup.parameters, screen=screen)
         self.setup, self.me = setup, actor.me
@@ -364,6 +374,18 @@ class Host:
         copy = self.marks.add(mark, model.clone(), count)
         self.compute.evaluate(copy, self.compute.integers)
         return copy.numbers[-1]
+
+
+def _weights(setup: HostSetup) -> Sequence[Vector]:
+    """The initial weights of the model, made from the seed.
+
+    Raises:
+        OtherWeights: they are not those of the command.
+    """
+    weights = initial_weights(setup.task, setup.run.seed, setup.pipeline)
+    if digest(weights) != setup.weights:
+        raise OtherWeights(f"task.model: seed {setup.run.seed} makes other weights here")
+    return weights
 
 
 def snapshot_of(host: Host) -> Status:

@@ -178,9 +178,9 @@ def make_watch(
     recipe = parts.recipe
     folder = folder_of(directory)
     setups = make_setups(parts, folder if every else None, saved.number, resume=saved.saves > 0)
-    fleet, health = Fleet(recipe, _places(recipe, setups, address)), Health(recipe.live.deadline_s)
+    fleet = Fleet(recipe, _places(recipe, setups, address), parts.weights)
     recorder = Recorder(evaluations=list(saved.evaluations), restarted=dict(saved.bad_losses))
-    census = Census(parts.plan)
+    census, health = Census(parts.plan), Health(recipe.live.deadline_s)
     for evaluation in saved.evaluations:  # totals go on from the last of them
         recorder.sent_bytes = max(recorder.sent_bytes, evaluation.sent_bytes)
         recorder.slow_link_bytes = max(recorder.slow_link_bytes, evaluation.slow_link_bytes)

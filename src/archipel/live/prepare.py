@@ -6,7 +6,6 @@ not: processes (`launch.py` and what it calls).
 
 from __future__ import annotations
 
-import pickle
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,10 @@ from pathlib import Path
 import torch
 
 from archipel import assemble, methods
-from archipel.actor import Actor, NodeId
+from archipel.actor import Actor, NodeId, Vector
 from archipel.errors import UserError
 from archipel.live.compute import device
+from archipel.live.initial import digest, pack
 from archipel.live.protocol import HostSetup, SaveFolder
 from archipel.live.rehearsal import rehearse
 from archipel.recipe import Recipe
@@ -25,7 +25,7 @@ from archipel.run.census import Plan
 from archipel.sim.topology import Profile
 from archipel.train.cut import boundary_bytes, parts_of
 from archipel.train.data import Shard, shards_of
-from archipel.train.pipeline import Pipeline
+from archipel.train.pipeline import Pipeline, split
 from archipel.train.pool_process import median_step_time_s
 from archipel.train.replica import Replica, Run, layout_of
 from archipel.train.task import CPU, NoTask, Task, make_task
@@ -43,6 +43,8 @@ class Parts:
         marks: see `rehearse`; empty where a stopped run goes on.
         task: what is trained; None: nothing.
         replica: of the whole model, in this process; None where nothing is trained.
+        weights: the initial weights of each stage of the model, one where there is no pipeline;
+            none where nothing is trained.
         pipeline: how workers share the replicas' stages; None: each has a whole replica.
     """
 
@@ -52,6 +54,7 @@ class Parts:
     marks: list[dict[NodeId, int]]
     task: Task | None
     replica: Replica | None
+    weights: list[Vector]
     pipeline: Pipeline | None
 
     def parameters(self, node: NodeId) -> int:
@@ -98,7 +101,8 @@ def prepare(recipe: Recipe, *, resume: bool) -> Parts:
         layouts = [layout_of(task, stage, CPU) for stage in stages]
         pipeline = replace(pipeline, parameters=tuple(layout.parameters for layout in layouts))
     actors = assemble.build_actors(recipe, pipeline, theta, layouts)
-    return Parts(recipe, actors, run, marks, task, replica, pipeline)
+    weights = split(theta, layouts) if pipeline and layouts else [theta] if replica else []
+    return Parts(recipe, actors, run, marks, task, replica, weights, pipeline)
 
 
 def measure_profile(
@@ -150,9 +154,10 @@ def make_setups(
     pace_s = _pace_s(recipe)
     waits = recipe.run.target_loss is not None or stages > 1
     text = f"{recipe.to_yaml()}# run {number}\n"
+    weights = digest(parts.weights)
     return {
         actor.me: HostSetup(
-            actor=pickle.dumps(actor),
+            actor=pack(actor, parts.weights),
             seed_rank=seed_rank,
             task=recipe.task,
             run=parts.run,
@@ -160,6 +165,7 @@ def make_setups(
             marks=tuple(mark[actor.me] for mark in marks if actor.me in marks[-1]),
             step_time_s=pace_s.get(actor.me, 0.0),
             epoch=epoch,
+            weights=weights,
             rank=rank.get(actor.me, 0),
             pipeline=parts.pipeline,
             shards=by_replica,

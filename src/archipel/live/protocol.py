@@ -67,8 +67,8 @@ class HostSetup:
     """What a host is told when it is made.
 
     Attributes:
-        actor: pickled, since its class may lie in a file of the user's that the host has to import
-            first.
+        actor: as `initial.pack` makes it: its class may lie in a file of the user's that the host
+            has to import first.
         seed_rank: the actor's place among all actors; with the run's seed it seeds `Context.rng`.
         task, run: what is trained, for hosts that train.
         shard: this worker's data; None: this actor is no worker.
@@ -77,6 +77,7 @@ class HostSetup:
         step_time_s: the least time of an inner step, to act out a slower machine; 0: as fast as it
             goes.
         epoch: a number of this run, which all its mail carries.
+        weights: digest of the initial weights that the actor was packed with.
         rank: this worker's place among the workers.
         pipeline: how workers share the replicas' stages; None: each has a whole replica.
         shards: the data of all replicas, for a stage.
@@ -99,6 +100,7 @@ class HostSetup:
     marks: tuple[int, ...]
     step_time_s: float
     epoch: int
+    weights: bytes = b""
     rank: int = 0
     pipeline: Pipeline | None = None
     shards: tuple[Shard, ...] = ()
@@ -171,6 +173,13 @@ class Ready:
 
     address: Address
     said: list[str]
+
+
+@dataclass(frozen=True)
+class NeedsWeights:
+    """A host cannot run yet: its machine makes other initial weights from the seed than that of the
+    command, and has to be sent them.
+    """
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ calls to hosts that have not come back (`fleet.py`), and whether hosts are alive
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from archipel.actor import NodeId
 from archipel.live.cluster import Machine, on
 from archipel.live.compute import device
 from archipel.live.host import Host
+from archipel.live.initial import OtherWeights
 from archipel.live.line import Line, LineSetup
 from archipel.live.mail import Envelope
 from archipel.live.meeting import Meeting, free_port, meet
@@ -28,6 +30,7 @@ from archipel.live.protocol import (
     HostSetup,
     Mark,
     Membership,
+    NeedsWeights,
     News,
     Ready,
     Record,
@@ -52,17 +55,47 @@ class RayHost:
 
     def __init__(self, method: str, setup: bytes, line: LineSetup) -> None:
         methods.load(method)  # so that what it defines can be unpickled
-        self.host = Host(pickle.loads(setup), self._post)
+        self.setup: HostSetup = pickle.loads(setup)
         self.line_setup = line
         self.line: Line | None = None
+        self.lock = threading.Lock()  # held while `early` grows or becomes the host's
+        self.made: Host | None = None
+        self.early: list[News] = []
+        self.pieces: dict[int, list[np.ndarray]] = {}
+        self.meeting: Meeting | None = None
+        self.followers: list[Any] = []
 
-    def connect(self, meeting: Meeting | None, followers: list[Any]) -> Ready:
-        """Be ready to run."""
-        host = self.host
+    @property
+    def host(self) -> Host:
+        assert self.made is not None
+        return self.made
+
+    def connect(
+        self, meeting: Meeting | None = None, followers: Sequence[Any] = ()
+    ) -> Ready | NeedsWeights:
+        """Be ready to run. If it takes the initial weights to be sent, this is called again,
+        without arguments, when they have been.
+        """
+        self.meeting, self.followers = meeting or self.meeting, list(followers) or self.followers
+        pieces = [torch.from_numpy(np.concatenate(self.pieces[k])) for k in sorted(self.pieces)]
+        self.pieces = {}
+        try:
+            host = Host(self.setup, self._post, pieces or None)
+        except OtherWeights:
+            return NeedsWeights()
+        with self.lock:
+            self.made = host
+            for news in self.early:
+                host.tell(news)
         self.line = Line(host.me, self.line_setup, host.deliver, host.mailbox.put)
-        if meeting:
-            host.compute.meet(meeting, lambda what, values: _tell(followers, what, values))
+        if self.meeting:
+            ours = self.followers
+            host.compute.meet(self.meeting, lambda what, values: _tell(ours, what, values))
         return Ready(self.line.transport.address, host.load())
+
+    def take_weights(self, stage: int, piece: np.ndarray) -> None:
+        """The next entries of the initial weights of a stage."""
+        self.pieces.setdefault(stage, []).append(piece)
 
     def run(self, clock_s: float, peers: dict[NodeId, Address | None]) -> Record:
         assert self.line is not None
@@ -74,7 +107,11 @@ class RayHost:
         """`address`: where a node is that is there again."""
         if self.line is not None:  # else `run` will say it
             self.line.tell(news.node, address)
-        self.host.tell(news)
+        with self.lock:
+            if self.made is None:
+                self.early.append(news)
+            else:
+                self.made.tell(news)
 
     # In the same group as `tell`: what it says of others must not overtake the news of them.
     @ray.method(concurrency_group="news")

@@ -20,7 +20,7 @@ from archipel.live.cluster import listed, machines, place
 from archipel.live.course import Course
 from archipel.live.fleet import Died, Fleet, Reply
 from archipel.live.health import Health, Now
-from archipel.live.protocol import BadLoss, HostSetup, Mark, Ready, Status
+from archipel.live.protocol import BadLoss, HostSetup, Mark, NeedsWeights, Ready, Status
 from archipel.live.restarts import Restarts
 from archipel.live.saves import SaveSchedule, WatchState, save_watch
 from archipel.recipe import Recipe
@@ -160,6 +160,8 @@ class Watch:
                 self.hear_ready(node, ready)
                 self.fleet.tell_others(self.restarts.join(node))
                 self._let_run(node)
+            case "connect", NeedsWeights():
+                self.fleet.give_weights(node)
             case "begin_again", _:
                 self.fleet.tell_others(self.restarts.join(node))
             case "next_event", event:
