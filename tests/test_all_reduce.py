@@ -25,7 +25,7 @@ ROUNDS = 3
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "CHUNK", 2)
+    monkeypatch.setattr(all_reduce, "SMALLEST", 2)
 
 
 def vector(node: NodeId, round: int) -> Tensor:
@@ -41,10 +41,11 @@ class Lost:
 @dataclass
 class World:
     """Nodes that take `ROUNDS` rounds together. Between two nodes messages keep their order, as do
-    the news that each is told.
+    the news that each is told. `reverse`: the chain has the members behind the first in reverse.
     """
 
     size: int
+    reverse: bool = False
     nodes: dict[NodeId, AllReduces] = field(default_factory=dict)
     under_way: dict[tuple[NodeId, NodeId], deque[Message]] = field(default_factory=dict)
     news: dict[NodeId, deque[Lost]] = field(default_factory=dict)
@@ -54,7 +55,12 @@ class World:
         group = NODES[: self.size]
         for node in group:
             self.got[node], self.news[node] = [], deque()
-            self.nodes[node] = AllReduces(node, self._sender(node), self._finisher(node))
+            self.nodes[node] = AllReduces(
+                node, self._sender(node), self._finisher(node), self.chain
+            )
+
+    def chain(self, group: Group) -> Group:
+        return (group[0], *reversed(group[1:])) if self.reverse else group
 
     def _sender(self, me: NodeId):  # type: ignore[no-untyped-def]
         return lambda to, message: (
@@ -126,7 +132,7 @@ def check(world: World) -> None:
 @given(st.data())
 @settings(max_examples=400, deadline=None)
 def test_whoever_is_lost_whenever_the_others_get_one_mean(data: st.DataObject) -> None:
-    world = World(data.draw(st.integers(2, len(NODES))))
+    world = World(data.draw(st.integers(2, len(NODES))), data.draw(st.booleans()))
     losses = data.draw(st.lists(st.integers(0, 60), max_size=world.size - 1))
     rng = data.draw(st.randoms(use_true_random=False))
     step = 0

@@ -36,7 +36,7 @@ from archipel.actor import (
     World,
 )
 from archipel.errors import TrainingError, UserError
-from archipel.live.all_reduce import CHUNK
+from archipel.live.all_reduce import SMALLEST
 from archipel.live.compute import JobFailed
 from archipel.live.host import Host
 from archipel.live.mail import Envelope, Inbox, contents
@@ -309,7 +309,7 @@ class Reducer(Actor):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("numel", [0, 7, 2 * CHUNK + 3])
+@pytest.mark.parametrize("numel", [0, 7, 2 * SMALLEST + 3])
 def test_an_all_reduce_has_the_bits_of_the_mean_in_rank_order(count: int, numel: int) -> None:
     group = tuple(NodeId("east", f"w{i}") for i in range(count))
     vectors = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(count)]

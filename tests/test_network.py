@@ -5,7 +5,8 @@ fluid.
 from __future__ import annotations
 
 import math
-from itertools import combinations, pairwise, permutations
+from collections.abc import Sequence
+from itertools import combinations, groupby, pairwise, permutations
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archipel.actor import Group, NodeId
+from archipel.sim import routes
 from archipel.sim.network import Collective, FairLink, Network
 from archipel.sim.topology import PROFILES, Link, RegionLink, Topology, load_topology
 
@@ -148,6 +150,70 @@ def topologies(draw: st.DrawFn) -> Topology:
     )
 
 
+# Chains
+
+
+def chain_s(hops: list[Link], size_bytes: float, parts: int) -> float:
+    """When the last part of a vector has gone along all `hops` and back, by following each part."""
+    way = [*hops, *reversed(hops)]  # the directions of a link do not disturb each other
+    free_s = [0.0] * len(way)
+    for _ in range(parts):
+        now_s = 0.0
+        for i, link in enumerate(way):
+            passed_s = max(now_s, free_s[i]) + size_bytes / parts / link.bandwidth_bytes_per_s
+            free_s[i], now_s = passed_s, passed_s + link.latency_s
+    return now_s
+
+
+@given(topologies(), st.floats(1e3, 1e8))
+def test_a_chain_takes_as_long_as_its_parts_followed_one_by_one(
+    topology: Topology, size_bytes: float
+) -> None:
+    topology = topology.model_copy(update={"collective": "chain"})
+    members = routes.chain(topology, group(topology), size_bytes)
+    hops = [topology.link(a.region, b.region) for a, b in pairwise(members)]
+    assert all(hops)
+    parts = 32 if size_bytes >= 32 * 65536 else max(1, math.ceil(size_bytes / 65536))
+    cost = network(topology).all_reduce(group(topology), size_bytes)
+    # Small vectors are cut evenly here, and into parts of one size there.
+    cut = size_bytes if parts == 32 else min(size_bytes, 65536) * parts
+    assert cost.seconds == pytest.approx(chain_s(hops, cut, parts))  # type: ignore[arg-type]
+    slow = 2 * (len(topology.regions) - 1)
+    assert cost.slow_link_bytes == pytest.approx(slow * size_bytes)
+    assert cost.sent_bytes == pytest.approx(2 * (len(members) - 1) * size_bytes)
+    assert cost.messages == 2 * (len(members) - 1) * parts
+
+
+@given(topologies())
+def test_a_chain_enters_each_region_once_by_the_best_way_from_its_first(topology: Topology) -> None:
+    members = group(topology)
+    found = routes.chain(topology, members, 1e6)
+    assert sorted(found) == sorted(members)
+    assert found[0] == members[0]
+    regions = [region for region, _ in groupby(node.region for node in found)]
+    assert len(regions) == len(topology.regions)
+
+    def slowest(order: Sequence[str]) -> float:
+        links = [topology.link(a, b) for a, b in pairwise(order)]
+        return max(link.latency_s + 1e6 / link.bandwidth_bytes_per_s for link in links if link)
+
+    assert slowest(regions) == min(
+        slowest((regions[0], *rest)) for rest in permutations(regions[1:])
+    )
+
+
+def test_between_two_regions_a_chain_is_up_to_twice_as_fast_as_a_ring() -> None:
+    topology = Topology(regions={"a": [1.0] * 8, "b": [1.0] * 8}, default=Link(bandwidth_gbit_s=1))
+    ring, chain = (
+        network(topology.model_copy(update={"collective": rule})).all_reduce(group(topology), 1e9)
+        for rule in ("ring", "chain")
+    )
+    assert ring.seconds == pytest.approx(2 * 15 / 16 * 8)
+    assert chain.seconds == pytest.approx(8 * (1 + 1 / 32), rel=0.02)  # 100 Gbit/s inside
+    assert ring.slow_link_bytes == pytest.approx(2 * 2 * 15 / 16 * 1e9)
+    assert chain.slow_link_bytes == pytest.approx(2e9)
+
+
 def ring_by_brute_force(topology: Topology, size_bytes: float) -> float:
     """Seconds of the best of all rings of *workers* that keep a region's workers together: written
     without `network.py`.
@@ -215,8 +281,8 @@ def test_a_ring_of_many_regions_visits_each_one_once() -> None:
         RegionLink(between=between, bandwidth_gbit_s=rng.uniform(0.1, 1))
         for between in combinations(names, 2)
     ]
-    net = network(Topology(regions={name: [1.0] for name in names}, links=links))
-    ring = net.ring(tuple(names), 1e6)
+    topology = Topology(regions={name: [1.0] for name in names}, links=links)
+    ring = routes.edges(routes.best_order(topology, names, 1e6, closed=True), closed=True)
     assert sorted(a for a, _ in ring) == sorted(b for _, b in ring) == sorted(names)
     at, seen = "r0", []
     for _ in names:

@@ -4,9 +4,12 @@ What belongs here: who sends which part of a sum to whom, and how those who are 
 What does not: who carries the messages (`host.py`), which nodes take part, and what they do with
 the mean (`collective.py`).
 
-The first of a group *leads*. It cuts its vector into chunks and sends them up the group; each
-member adds its own; the last one divides, and the means travel back down. Chunks follow each other,
-so that both directions of all links are busy. Summed so, every node gets the bits of `outer.mean`.
+The first of a group *leads*. It cuts its vector into chunks and sends them up a chain of all
+members; each adds its own; the last one divides, and the means travel back down. Chunks follow each
+other, so that both directions of all links are busy, and a link between two regions carries the
+vector once each way. (A ring carries it up to twice, one way.) All members know the same chain from
+their group alone, see `sim/routes.py`. Where it has the order of the group, every node gets the
+bits of `outer.mean`.
 
 The leader says who takes part, because it may know of a newcomer that the others have not heard of.
 
@@ -32,9 +35,11 @@ from torch import Tensor
 
 from archipel.actor import Group, Message, NodeId, Reduced, Vector
 from archipel.errors import TrainingError
+from archipel.run.wire import BYTES_PER_ENTRY
+from archipel.sim.routes import CHUNKS, SMALLEST_BYTES
 
-CHUNK = 1 << 20
-"""Entries of a vector that travel in one message."""
+SMALLEST = SMALLEST_BYTES // BYTES_PER_ENTRY
+"""Entries of the smallest part of a vector that travels in one message."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -117,6 +122,7 @@ class AllReduces:
         send: carries a message to a node, in the order of sending; if that node is lost, so is the
             message.
         finish: called with each mean, and with the time at which this node had called for it.
+        chain: puts the members of a group in the order of the chain.
         losses: how often any node has been lost in this run.
         gone: nodes that are lost now.
         waiting: the all-reduces that this node waits for, by round.
@@ -130,6 +136,7 @@ class AllReduces:
     me: NodeId
     send: Callable[[NodeId, Message], None]
     finish: Callable[[Reduced, float], None]
+    chain: Callable[[Group], Group] = lambda group: group
     losses: int = 0
     gone: set[NodeId] = field(default_factory=set)
     waiting: dict[int, Waiting] = field(default_factory=dict)
@@ -160,7 +167,7 @@ class AllReduces:
             before.group, before.since_s = members, since_s
         else:
             leads = False
-            chunks = torch.split(vector, CHUNK)
+            chunks = torch.split(vector, max(SMALLEST, -(-len(vector) // CHUNKS)))
             self.waiting[round] = Waiting(members, chunks, refused, since_s)
         if members[0] == self.me and not leads:
             self._begin(round, self.waiting[round])
@@ -248,9 +255,9 @@ class AllReduces:
 
     def _pass_up(self, call: Waiting, message: Sum) -> None:
         """Send a sum on that has this node's part in it."""
-        group, place = message.group, message.group.index(self.me)
-        if place + 1 < len(group):
-            self._send(group[place + 1], message)
+        group, chain = message.group, self.chain(message.group)
+        if chain[-1] != self.me:
+            self._send(chain[chain.index(self.me) + 1], message)
         else:
             mean = message.total / max(1, len(group) - len(message.refused))
             self._take(
@@ -264,8 +271,9 @@ class AllReduces:
         if not message.settled:
             if message.attempt != call.attempt:
                 return
-            if place := message.group.index(self.me):
-                self._send(message.group[place - 1], message)
+            chain = self.chain(message.group)
+            if place := chain.index(self.me):
+                self._send(chain[place - 1], message)
         means = call.means.setdefault(message.attempt, {})
         means[message.chunk] = message.mean
         if len(means) == len(call.mine):

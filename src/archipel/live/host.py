@@ -79,10 +79,7 @@ class Host:
     Args:
         setup: which node this is, and what it does.
         post: carries an envelope to a node; copies the vectors in it before it returns.
-        weights: the initial weights of each stage of the model; None: made here, from the seed.
-
-    Raises:
-        OtherWeights: those that are made here are not those of the command.
+        weights: the initial weights of each stage; None: made here from the seed, or `OtherWeights`.
 
     Attributes:
         events: news for the watch: a loss that is not finite, or None when all marks have been

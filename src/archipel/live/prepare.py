@@ -172,6 +172,7 @@ def make_setups(
             processes=recipe.live.processes,
             deadline_s=recipe.live.deadline_s,
             parameters=parts.parameters(actor.me),
+            topology=recipe.topology,
             screening=recipe.screening(live=True),
             save_folder=SaveFolder(folder / actor.me.region / actor.me.name, text)
             if folder

@@ -16,6 +16,7 @@ from torch import Tensor
 from archipel.actor import Group, NodeId
 from archipel.run.metrics import Recorder
 from archipel.run.screening import ScreeningConfig
+from archipel.sim.topology import Topology
 from archipel.train.data import Shard
 from archipel.train.pipeline import Pipeline
 from archipel.train.replica import Run
@@ -84,6 +85,8 @@ class HostSetup:
         processes: how many processes share this worker's replica.
         deadline_s: longest wait for those with whom inner steps are taken.
         parameters: leading entries of this node's vectors that are parameters.
+        topology: the network, for the best way of a collective; None: it goes in the order of its
+            members.
         screening: which updates are refused; None: none.
         save_folder: where this host saves its part; None: it saves nothing.
         waits_for_release: a copy of the model is kept until the watch has said that it is not
@@ -107,6 +110,7 @@ class HostSetup:
     processes: int = 1
     deadline_s: float = 60.0
     parameters: int = 0
+    topology: Topology | None = None
     screening: ScreeningConfig | None = None
     save_folder: SaveFolder | None = None
     waits_for_release: bool = False

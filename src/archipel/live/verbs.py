@@ -21,6 +21,8 @@ from archipel.live.mail import Envelope, Inbox, contents
 from archipel.live.protocol import HostSetup, Membership
 from archipel.run.metrics import Recorder
 from archipel.run.node import Node
+from archipel.run.wire import BYTES_PER_ENTRY
+from archipel.sim import routes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,6 +60,8 @@ class HostContext:
     ) -> None:
         self.node, self.me, self.post, self.put = node, node.actor.me, post, put
         self.epoch = setup.epoch
+        self.topology, self.vector_bytes = setup.topology, BYTES_PER_ENTRY * setup.parameters
+        self.chains: dict[Group, Group] = {}
         self.rng = np.random.default_rng((setup.run.seed, setup.seed_rank))
         self.recorder = Recorder()
         self.started_s = time.perf_counter()
@@ -69,7 +73,16 @@ class HostContext:
         gone = set(membership.gone)
         self.inbox = Inbox(self.epoch, membership.life, dict(membership.lives), gone)
         self.sent: dict[NodeId, int] = {}  # messages to each node in its life
-        self.reduces = AllReduces(self.me, self.send, self._reduced, membership.losses, set(gone))
+        self.reduces = AllReduces(
+            self.me, self.send, self._reduced, self._chain, membership.losses, set(gone)
+        )
+
+    def _chain(self, group: Group) -> Group:
+        if self.topology is None:
+            return group
+        if group not in self.chains:
+            self.chains = {group: routes.chain(self.topology, group, self.vector_bytes)}
+        return self.chains[group]
 
     def lose(self, node: NodeId) -> None:
         """Nothing comes from `node` any more, and nothing is sent to it."""

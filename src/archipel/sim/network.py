@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from archipel.actor import Group, NodeId
+from archipel.sim import routes
 from archipel.sim.topology import Link, Topology
-
-EXACT_RING_REGIONS = 8
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,7 @@ class Network:
 
     topology: Topology
     rng: np.random.Generator
-    rings: dict[tuple[tuple[str, ...], float], tuple[tuple[str, str], ...]] = field(
-        default_factory=dict
-    )
+    orders: dict[tuple[tuple[str, ...], float, bool], tuple[str, ...]] = field(default_factory=dict)
 
     def latency_s(self, a: NodeId, b: NodeId) -> float:
         """Seconds before the first byte of a message from `a` reaches `b`."""
@@ -59,14 +56,16 @@ class Network:
         return link.latency_s * math.exp(link.jitter * self.rng.standard_normal())
 
     def all_reduce(self, group: Group, size_bytes: float) -> Collective:
-        """The cost of an all-reduce of `size_bytes` over `group`, by the topology's rule (`ring` or
-        `tree`).
+        """The cost of an all-reduce of `size_bytes` over `group`, by the topology's rule (`ring`,
+        `chain` or `tree`).
 
         A ring takes 2(n − 1) steps, in each of which every member passes on a chunk of `size_bytes
-        / n`; a step lasts as long as its slowest link. It visits the regions in the best of all
-        orders (above 8 regions: in a greedy one). A tree takes 2·ceil(log2 n) levels of whole
-        vectors over the slowest link inside or between the regions, each as long as the slower one
-        of a node's two messages.
+        / n`; a step lasts as long as its slowest link. A chain passes parts of the sum up from
+        member to member and the means back down, one behind the other, so that each link is busy in
+        both directions: that is what the live runtime does. Both visit the regions in the best of
+        all orders (above 8 regions: in a greedy one), a chain from the first member's region on. A
+        tree takes 2·ceil(log2 n) levels of whole vectors over the slowest link inside or between
+        the regions, each as long as the slower one of a node's two messages.
         """
         members = Counter(node.region for node in group)
         n, regions = len(group), tuple(members)
@@ -75,11 +74,26 @@ class Network:
         match self.topology.collective:
             case "ring":
                 chunk, steps = size_bytes / n, 2 * (n - 1)
-                between = [self.link(a, b) for a, b in self.ring(regions, chunk)]
+                order = self._order(regions, chunk, closed=True)
+                between = [self.link(a, b) for a, b in routes.edges(order, closed=True)]
                 inside = [self.topology.local] * (n - len(between))
                 seconds = self.sum_of_slowest_s(between + inside, chunk, steps)
                 return Collective(
                     seconds, steps * n, steps * n * chunk, steps * len(between) * chunk
+                )
+            case "chain":
+                order = self._order(regions, size_bytes, closed=False)
+                chunk = max(size_bytes / routes.CHUNKS, min(routes.SMALLEST_BYTES, size_bytes))
+                chunks = math.ceil(size_bytes / chunk) if chunk else 1
+                between = [self.link(a, b) for a, b in routes.edges(order, closed=False)]
+                hops = between + [self.topology.local] * (n - 1 - len(between))
+                once_s = sum(self.sum_of_slowest_s([hop], chunk, 2) for hop in hops)
+                slowest_s = max(chunk / hop.bandwidth_bytes_per_s for hop in hops)
+                return Collective(
+                    once_s + (chunks - 1) * slowest_s,
+                    2 * (n - 1) * chunks,
+                    2 * (n - 1) * size_bytes,
+                    2 * len(between) * size_bytes,
                 )
             case "tree":
                 levels = 2 * math.ceil(math.log2(n))
@@ -104,40 +118,13 @@ class Network:
         drawn_s = latency_s * np.exp(jitter * self.rng.standard_normal((steps, len(links))))
         return float((drawn_s + transfer_s).max(axis=1).sum())
 
-    def ring(self, regions: tuple[str, ...], chunk_bytes: float) -> tuple[tuple[str, str], ...]:
-        """The links between regions of the ring whose slowest link passes `chunk_bytes` soonest, as
-        pairs of regions.
-
-        Every order is tried up to 8 regions; above that, each region goes on to its nearest
-        unvisited one.
-        """
-        key = regions, chunk_bytes
-        if key not in self.rings:
-            self.rings[key] = self._ring(regions, chunk_bytes)
-        return self.rings[key]
-
-    def _ring(self, regions: tuple[str, ...], chunk_bytes: float) -> tuple[tuple[str, str], ...]:
-        def seconds(a: str, b: str) -> float:
-            link = self.link(a, b)
-            return link.latency_s + chunk_bytes / link.bandwidth_bytes_per_s
-
-        def edges(order: Sequence[str]) -> tuple[tuple[str, str], ...]:
-            return tuple(zip(order, (*order[1:], order[0]), strict=True))
-
-        if len(regions) == 1:
-            return ()
-        if not self.topology.links:  # all links between regions are alike
-            return edges(regions)
-        first, *rest = regions
-        if len(regions) <= EXACT_RING_REGIONS:
-            orders = ((first, *order) for order in itertools.permutations(rest))
-            return edges(min(orders, key=lambda order: max(seconds(a, b) for a, b in edges(order))))
-        order, unvisited = [first], dict.fromkeys(rest)
-        while unvisited:
-            following = min(unvisited, key=lambda region: seconds(order[-1], region))
-            order.append(following)
-            del unvisited[following]
-        return edges(order)
+    def _order(
+        self, regions: tuple[str, ...], size_bytes: float, *, closed: bool
+    ) -> tuple[str, ...]:
+        key = regions, size_bytes, closed
+        if key not in self.orders:
+            self.orders[key] = routes.best_order(self.topology, regions, size_bytes, closed=closed)
+        return self.orders[key]
 
     def link(self, a: str, b: str) -> Link:
         """The link between two regions, or inside one."""

@@ -71,7 +71,7 @@ class Topology(Strict):
         sharing: `none`: every transfer has the link to itself (the published simulators' rule);
             `fair`: the transfers in one direction of a link between regions share its bandwidth
             equally.
-        collective: how an all-reduce goes: `ring` or `tree`.
+        collective: how an all-reduce goes: `ring`, `tree`, or `chain` as in live runs.
     """
 
     name: str = "custom"
@@ -80,7 +80,7 @@ class Topology(Strict):
     links: list[RegionLink] = []
     default: Link | None = None
     sharing: Literal["none", "fair"] = "none"
-    collective: Literal["ring", "tree"] = "ring"
+    collective: Literal["ring", "tree", "chain"] = "ring"
 
     @field_validator("regions")
     @classmethod
