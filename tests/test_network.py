@@ -40,6 +40,15 @@ A, B = NodeId("a", "w0"), NodeId("b", "w0")
 # Messages
 
 
+def test_headers_take_their_part_of_the_bandwidth_and_are_no_bytes_of_a_message() -> None:
+    plain = Link(bandwidth_gbit_s=0.02, latency_ms=10)
+    link = plain.model_copy(update={"overhead": 0.25})
+    assert pair(plain).message_s(A, B, 2.5e6) == pytest.approx(0.01 + 1.0)
+    assert pair(link).message_s(A, B, 2.5e6) == pytest.approx(0.01 + 1.25)
+    cost = pair(link).all_reduce((A, B), 2.5e6)
+    assert (cost.seconds, cost.slow_link_bytes) == (pytest.approx(2 * (0.01 + 0.625)), 5e6)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "gbit_s"),
     [("r0", "r1", 0.537), ("r1", "r0", 0.537), ("r3", "r1", 0.117), ("r2", "r2", 100)],

@@ -234,7 +234,7 @@ def test_an_unknown_key_names_the_nearest_and_all() -> None:
 def test_an_unknown_key_of_a_link_says_where_it_is(where: str, fields: dict[str, Any]) -> None:
     assert problem({**TWO, **fields}) == (
         f"{where}: unknown key 'bandwith_gbit_s' (did you mean 'bandwidth_gbit_s'?); allowed: "
-        "bandwidth_gbit_s, latency_ms, jitter"
+        "bandwidth_gbit_s, latency_ms, jitter, overhead"
     )
 
 
@@ -242,7 +242,7 @@ def test_an_unknown_key_of_a_link_between_regions_says_which_link() -> None:
     link = {"between": ["north", "south"], "bandwidth_gbit_s": 1, "latency": 3}
     assert problem({**TWO, "links": [link]}) == (
         "topology.links.0.latency: unknown key 'latency' (did you mean 'latency_ms'?); "
-        "allowed: bandwidth_gbit_s, latency_ms, jitter, between"
+        "allowed: bandwidth_gbit_s, latency_ms, jitter, overhead, between"
     )
 
 
@@ -325,7 +325,7 @@ def test_a_link_to_itself_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "text"), [("sharing", "'none' or 'fair'"), ("collective", "'ring' or 'tree'")]
+    ("key", "text"), [("sharing", "'none' or 'fair'"), ("collective", "'ring', 'tree' or 'chain'")]
 )
 def test_a_choice_names_what_is_allowed(key: str, text: str) -> None:
     assert problem({**TWO, key: "maybe"}) == f"topology.{key} = 'maybe': should be {text}"

@@ -79,7 +79,7 @@ class Host:
     Args:
         setup: which node this is, and what it does.
         post: carries an envelope to a node; copies the vectors in it before it returns.
-        weights: the initial weights of each stage; None: made here from the seed, or `OtherWeights`.
+        weights: initial weights of each stage; None: made here from the seed, or `OtherWeights`.
 
     Attributes:
         events: news for the watch: a loss that is not finite, or None when all marks have been

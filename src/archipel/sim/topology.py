@@ -27,8 +27,8 @@ class Strict(BaseModel):
 
 
 class Link(Strict):
-    """A link and what it does to one message: `latency + bytes / bandwidth`, the same in both
-    directions.
+    """A link and what it does to one message: `latency + bytes · (1 + overhead) / bandwidth`, the
+    same in both directions.
 
     `jitter` is the standard deviation of the natural logarithm of the latency, drawn anew for each
     message, so that `latency_ms` is its median; 0 makes every message alike.
@@ -42,10 +42,17 @@ class Link(Strict):
         le=3,
         description="standard deviation of the latency's logarithm; 0: every message alike",
     )
+    overhead: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="bytes of packet headers and encryption that cross with each byte of a message",
+    )
 
     @cached_property
     def bandwidth_bytes_per_s(self) -> float:
-        return self.bandwidth_gbit_s * 1e9 / 8
+        """Bytes of messages that the link passes in a second."""
+        return self.bandwidth_gbit_s * 1e9 / 8 / (1 + self.overhead)
 
     @cached_property
     def latency_s(self) -> float:
