@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import archipel
-from archipel.cli import questions, runs, terminal
+from archipel.cli import clusters, questions, runs, terminal
 from archipel.errors import TrainingError, UserError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app = typer.Typer(
 theory = typer.Typer(
     help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None
 )
+topology = typer.Typer(help="What a network is like.", no_args_is_help=True, rich_markup_mode=None)
 app.command()(runs.compare)
 app.command()(runs.run)
 app.command()(runs.resume)
@@ -38,8 +39,16 @@ app.command("list")(questions.list_names)
 app.command()(questions.study)
 app.command()(questions.latency)
 app.command()(questions.fuzz)
+app.command()(clusters.fidelity)
+app.add_typer(topology, name="topology")
+topology.command("probe")(clusters.probe)
 app.add_typer(theory, name="theory")
 theory.command("noloco")(questions.theory_noloco)
+
+
+@topology.callback()
+def topology_command() -> None:
+    """What a network is like."""
 
 
 @theory.callback()

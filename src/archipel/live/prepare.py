@@ -126,6 +126,17 @@ def measure_profile(
     )
 
 
+def sizes(recipe: Recipe) -> tuple[int, int]:
+    """Entries of a whole vector of the recipe's model, and bytes that the batch of one inner step
+    sends over a boundary between stages.
+    """
+    task, config = make_task(recipe.task), recipe.pipeline
+    numel = layout_of(task, task.seeded_model(recipe.run.seed), CPU).numel
+    if config.stages == 1:
+        return numel, 0
+    return numel, boundary_bytes(task, config.stages, config.micro_batches)
+
+
 def shards(recipe: Recipe) -> dict[NodeId, Shard]:
     """Each worker's data; all stages of a replica have those of the first one."""
     workers, pipeline = (
