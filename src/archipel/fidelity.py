@@ -20,7 +20,6 @@ from archipel.train.task import NoTask
 
 COMPARED = {
     "time_s": "time, s",
-    "idle_fraction": "idle",
     "outer_steps": "outer steps",
     "local_updates": "local updates",
     "slow_link_bytes": "bytes between regions",
@@ -127,6 +126,9 @@ def compared(live: Result, simulated: Result) -> Fidelity:
         for key, name in COMPARED.items()
         if simulated.summary.get(key) is not None and live.summary.get(key) is not None
     ]
+    # Of the workers' time; the idle part itself may be next to nothing, and a ratio of it no news.
+    busy = [1 - float(run.summary["idle_fraction"]) for run in (simulated, live)]
+    rows.insert(1, Row("computing, part of the time", *busy))
     return Fidelity(live, simulated, rows, order(_ends(simulated), _ends(live)))
 
 

@@ -141,10 +141,10 @@ def _probe(recipe: Recipe, address: str | None, seconds: float, *, insecure: boo
 def _topology_file(recipe: Recipe, found: Probed) -> str:
     lines = [f"# Measured on {datetime.date.today()} by `archipel topology probe`."]
     for (a, b), link in found.links.items():
-        both = " and ".join(f"{_mbit_s(one.bytes_per_s)}" for one in link.both)
+        both = " and ".join(_mbit_s(one) for one in link.both_bytes_per_s)
         lines.append(
-            f"# {a} to {b}: {_mbit_s(link.there.bytes_per_s)} of messages, back "
-            f"{_mbit_s(link.back.bytes_per_s)}; both at once {both} Mbit/s"
+            f"# {a} to {b}: {_mbit_s(link.there_bytes_per_s)} of messages, back "
+            f"{_mbit_s(link.back_bytes_per_s)}; both at once {both} Mbit/s"
         )
     if found.step_times_s:
         lines.append(
@@ -157,16 +157,15 @@ def _topology_file(recipe: Recipe, found: Probed) -> str:
 
 def _links(found: Probed) -> Table:
     table = Table(box=None)
-    for name in ("link", "Mbit/s there", "back", "both at once", "latency, ms", "overhead"):
+    for name in ("link", "Mbit/s there", "back", "both at once", "latency, ms"):
         table.add_column(name, justify="left" if name == "link" else "right")
     for (a, b), link in found.links.items():
         table.add_row(
             f"{a} – {b}",
-            _mbit_s(link.there.bytes_per_s),
-            _mbit_s(link.back.bytes_per_s),
-            " + ".join(_mbit_s(one.bytes_per_s) for one in link.both),
+            _mbit_s(link.there_bytes_per_s),
+            _mbit_s(link.back_bytes_per_s),
+            " + ".join(_mbit_s(one) for one in link.both_bytes_per_s),
             f"{link.round_trip_s / 2 * 1e3:.3g}",
-            f"{link.overhead:.1%}",
         )
     return table
 
