@@ -167,6 +167,7 @@ def make_setups(
             deadline_s=recipe.live.deadline_s,
             parameters=parts.parameters(actor.me),
             screening=recipe.screening(live=True),
+            wire=recipe.wire,
             save_folder=SaveFolder(folder / actor.me.region / actor.me.name, text)
             if folder
             else None,

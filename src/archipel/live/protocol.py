@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from archipel.actor import Group, NodeId
+from archipel.run.codec import Codec
 from archipel.run.metrics import Recorder
 from archipel.run.screening import ScreeningConfig
 from archipel.train.data import Shard
@@ -84,6 +85,7 @@ class HostSetup:
         deadline_s: longest wait for those with whom inner steps are taken.
         parameters: leading entries of this node's vectors that are parameters.
         screening: which updates are refused; None: none.
+        wire: the codec by which vectors travel.
         save_folder: where this host saves its part; None: it saves nothing.
         waits_for_release: a copy of the model is kept until the watch has said that it is not
             needed.
@@ -106,6 +108,7 @@ class HostSetup:
     deadline_s: float = 60.0
     parameters: int = 0
     screening: ScreeningConfig | None = None
+    wire: Codec = "fp32"
     save_folder: SaveFolder | None = None
     waits_for_release: bool = False
     begins: Beginning = "start"
