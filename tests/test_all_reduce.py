@@ -18,6 +18,9 @@ from archipel.actor import Group, Message, NodeId, Reduced
 from archipel.errors import TrainingError
 from archipel.live import all_reduce
 from archipel.live.all_reduce import AllReduces
+from archipel.run.codec import BLOCK, Codec
+from archipel.run.wire import Coder
+from archipel.sim.collectives import Complete, Contribution, reduced
 
 NODES = tuple(NodeId("a" if i < 3 else "b", f"w{i}") for i in range(6))
 ROUNDS = 3
@@ -33,6 +36,13 @@ def vector(node: NodeId, round: int) -> Tensor:
     return torch.arange(5.0) * 10 ** NODES.index(node) + round
 
 
+def difference(node: NodeId, round: int) -> Tensor:
+    """(300,): three chunks of whole blocks, of which the last 20 entries are statistics."""
+    return torch.randn(
+        300, generator=torch.Generator().manual_seed(NODES.index(node) * 100 + round)
+    )
+
+
 @dataclass
 class Lost:
     node: NodeId
@@ -46,6 +56,7 @@ class World:
 
     size: int
     reverse: bool = False
+    wire: Codec = "fp32"
     nodes: dict[NodeId, AllReduces] = field(default_factory=dict)
     under_way: dict[tuple[NodeId, NodeId], deque[Message]] = field(default_factory=dict)
     news: dict[NodeId, deque[Lost]] = field(default_factory=dict)
@@ -56,7 +67,7 @@ class World:
         for node in group:
             self.got[node], self.news[node] = [], deque()
             self.nodes[node] = AllReduces(
-                node, self._sender(node), self._finisher(node), self.chain
+                node, self._sender(node), self._finisher(node), self.chain, Coder(self.wire, 280)
             )
 
     def chain(self, group: Group) -> Group:
@@ -95,6 +106,11 @@ class World:
             *[("mail", *pair) for pair, messages in self.under_way.items() if messages],
         ]
 
+    def call(self, node: NodeId, group: Group, round: int) -> None:
+        coded = self.wire != "fp32"
+        given = difference(node, round) if coded else vector(node, round)
+        self.nodes[node].call(group, given, round, 0.0, difference=coded)
+
     def happen(self, what: str, a: NodeId, b: NodeId) -> None:
         match what:
             case "call":
@@ -102,7 +118,7 @@ class World:
                 group: Group = tuple(
                     node for node in NODES[: self.size] if node not in self.nodes[a].gone
                 )
-                self.nodes[a].call(group, vector(a, round), round, 0.0)
+                self.call(a, group, round)
             case "news":
                 self.nodes[a].lost(self.news[a].popleft().node)
             case "mail":
@@ -119,20 +135,108 @@ def check(world: World) -> None:
     """
     for round in range(ROUNDS):
         means = [world.got[node][round] for node in world.nodes if len(world.got[node]) > round]
-        assert len({reduced.group for reduced in means}) == 1
-        for reduced in means:
-            assert reduced.round == round
-            assert torch.equal(
-                reduced.mean, outer.mean([vector(node, round) for node in reduced.group])
-            )
+        assert len({told.group for told in means}) == 1
+        for told in means:
+            assert told.round == round
+            assert torch.equal(told.mean, outer.mean([vector(node, round) for node in told.group]))
     for node in world.nodes:
         assert len(world.got[node]) == ROUNDS, world.nodes[node].waits_for()
+
+
+def check_coded(world: World) -> None:
+    """As `check`: those who are there have, to the bit, the means of the simulator's collectives,
+    and as much left over.
+    """
+    coders = {node: Coder(world.wire, 280) for node in NODES[: world.size]}
+    for round in range(ROUNDS):
+        means = [world.got[node][round] for node in world.nodes]
+        [group] = {one.group for one in means}
+        calls = [
+            Contribution(group, difference(node, round), round, difference=True) for node in group
+        ]
+        told = reduced(Complete(group, calls), [coders[node] for node in group])
+        for node, call in zip(group, calls, strict=True):
+            coders[node].keep(call.left)
+        for one in means:
+            assert torch.equal(one.mean, told.mean)
+    for node, state in world.nodes.items():
+        assert state.coder.left.keys() == coders[node].left.keys()
+        for key, left in state.coder.left.items():
+            assert torch.equal(left, coders[node].left[key])
+
+
+@given(st.data(), st.sampled_from(["bf16", "int8", "int4"]))
+@settings(max_examples=150, deadline=None)
+def test_in_fewer_bits_too_the_others_get_one_mean(data: st.DataObject, wire: Codec) -> None:
+    """An attempt that comes to nothing leaves nothing over."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_reduce, "SMALLEST", BLOCK)
+        world = World(data.draw(st.integers(2, len(NODES))), wire=wire)
+        run(world, data)
+    check_coded(world)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("out", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_in_fewer_bits_too_a_refused_vector_is_not_in_the_mean(
+    wire: Codec, out: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as in the simulator; with what is left of a first mean, in which all were."""
+    monkeypatch.setattr(all_reduce, "SMALLEST", BLOCK)
+    world, group = World(3, wire=wire), NODES[:3]
+    coders = [Coder(wire, 280) for _ in group]
+    for round, refused in ((0, ()), (1, out)):
+        calls = []
+        for place, node in enumerate(group):
+            is_out = place in refused
+            given = torch.full((300,), torch.nan) if is_out else difference(node, round)
+            calls.append(Contribution(group, given, round, refused=is_out, difference=True))
+            world.nodes[node].call(group, given, round, 0.0, refused=is_out, difference=True)
+        while possible := [one for one in world.possible() if one[0] == "mail"]:
+            world.happen(*possible[0])
+        told = reduced(Complete(group, calls), coders)
+        for coder, call in zip(coders, calls, strict=True):
+            coder.keep(call.left)
+        for place, node in enumerate(group):
+            assert torch.equal(world.got[node][round].mean, told.mean)
+            assert world.got[node][round].refused == told.refused
+            left = world.nodes[node].coder.left
+            assert left.keys() == coders[place].left.keys()
+            assert all(torch.equal(left[key], coders[place].left[key]) for key in left)
+        assert told.mean.isfinite().all()
+
+
+def test_alone_nothing_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "SMALLEST", BLOCK)
+    world = World(1, wire="int4")
+    while possible := world.possible():
+        world.happen(*possible[0])
+    for round, one in enumerate(world.got[NODES[0]]):
+        assert torch.equal(one.mean, difference(NODES[0], round))
+
+
+def test_what_is_no_difference_travels_as_it_is() -> None:
+    """Its members go on from it, and nobody would know what rounding has taken."""
+    world, group = World(3, wire="int4"), NODES[:3]
+    for node in group:
+        world.nodes[node].call(group, vector(node, 0), 0, 0.0)
+    while possible := [one for one in world.possible() if one[0] == "mail"]:
+        world.happen(*possible[0])
+    for node in group:
+        assert torch.equal(world.got[node][0].mean, outer.mean([vector(n, 0) for n in group]))
+        assert world.nodes[node].coder.left == {}
 
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
 def test_whoever_is_lost_whenever_the_others_get_one_mean(data: st.DataObject) -> None:
     world = World(data.draw(st.integers(2, len(NODES))), data.draw(st.booleans()))
+    run(world, data)
+    check(world)
+
+
+def run(world: World, data: st.DataObject) -> None:
+    """Whatever can happen, in any order, with some losses."""
     losses = data.draw(st.lists(st.integers(0, 60), max_size=world.size - 1))
     rng = data.draw(st.randoms(use_true_random=False))
     step = 0
@@ -147,7 +251,6 @@ def test_whoever_is_lost_whenever_the_others_get_one_mean(data: st.DataObject) -
         if possible:
             world.happen(*rng.choice(possible))
         step += 1
-    check(world)
 
 
 def test_it_has_the_bits_of_the_mean_and_the_order_of_the_group() -> None:

@@ -541,6 +541,7 @@ NAMES = methods.names()
 KINDS: dict[str, dict[str, Any]] = {
     **{name: {} for name in NAMES},
     **{f"{name}, BatchNorm": {"task": "normed"} for name in NAMES},
+    **{f"{name}, int4": {"task": "normed", "wire": "int4"} for name in NAMES},
     **{f"{name}, none": {"task": "none", "run": {"steps": 200}} for name in NAMES},
     **{
         f"{name}, fair": {"topology": {**TOPOLOGY, "sharing": "fair"}}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from archipel.actor import Group, NodeId
 from archipel.errors import TrainingError
+from archipel.run.wire import Coder
 from archipel.sim.collectives import Collectives, Complete, Contribution, reduced
 
 A, B, C, D = NODES = tuple(NodeId("r", f"w{i}") for i in range(4))
@@ -304,7 +305,7 @@ def test_the_mean_is_that_of_those_who_are_not_refused(
 ) -> None:
     group = NODES[: len(given_values)]
     parts = [gives(group, value, number, refused) for value, refused in given_values]
-    told = reduced(Complete(group, parts))
+    told = reduced(Complete(group, parts), [Coder()] * len(group))
     kept = [value for value, refused in given_values if not refused]
     np.testing.assert_allclose(told.mean, np.full(3, np.mean(kept) if kept else 0.0), atol=1e-4)
     assert told.group == group
@@ -315,6 +316,7 @@ def test_the_mean_is_that_of_those_who_are_not_refused(
 
 
 def test_a_vector_that_is_not_finite_and_refused_is_not_in_the_mean() -> None:
-    told = reduced(Complete((A, B), [gives((A, B), 2.0), gives((A, B), float("nan"), 0, True)]))
+    complete = Complete((A, B), [gives((A, B), 2.0), gives((A, B), float("nan"), 0, True)])
+    told = reduced(complete, [Coder(), Coder()])
     assert told.mean.tolist() == [2.0] * 3
     assert told.refused == (B,)

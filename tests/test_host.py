@@ -44,6 +44,7 @@ from archipel.live.protocol import BadLoss, HostSetup, Membership, News, Record,
 from archipel.parameter_server import Delta, Model
 from archipel.recipe import Recipe, parse_recipe
 from archipel.run import wire
+from archipel.run.codec import CODECS, Codec
 from archipel.run.metrics import Recorder
 from archipel.run.screening import ScreeningConfig
 from archipel.train.data import Shard
@@ -224,17 +225,22 @@ def fleet_of(chosen: Recipe, marks: list[dict[NodeId, int]]) -> tuple[Fleet, Rep
             task=chosen.task,
             run=run,
             shard=shard,
+            parameters=replica.layout.parameters,
+            wire=chosen.wire,
         )
     return fleet, replica
 
 
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
 def test_synchronous_methods_end_with_the_simulators_weights(
-    method: str, tmp_path: Path, pools: Callable[[Recipe], Pool | None]
+    method: str, codec: Codec, tmp_path: Path, pools: Callable[[Recipe], Pool | None]
 ) -> None:
-    """Bit for bit, at every mark: what these methods compute depends on no clock."""
+    """Bit for bit, at every mark: what these methods compute depends on no clock, and neither does
+    what is rounded on the way.
+    """
     rehearsal = pytest.importorskip("archipel.live.rehearsal")
-    chosen = recipe(method)
+    chosen = recipe(method, wire=codec)
     assert chosen.profile
     marks = rehearsal.rehearse(chosen, chosen.profile, 200)
     fleet, replica = fleet_of(chosen, marks)
@@ -254,20 +260,28 @@ def test_synchronous_methods_end_with_the_simulators_weights(
     assert replica.evaluate(mean) == [pytest.approx(lines[-1]["loss"], rel=1e-6)]
 
 
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("method", methods.names())
-def test_a_message_weighs_the_bytes_that_really_travel(method: str) -> None:
+def test_a_message_weighs_the_bytes_that_really_travel(method: str, codec: Codec) -> None:
     """What the simulator counts by, held against the pickled envelopes of real training."""
     rehearsal = pytest.importorskip("archipel.live.rehearsal")
-    chosen = recipe(method, steps=100)
+    chosen = recipe(method, steps=100, wire=codec)
     assert chosen.profile
     fleet, replica = fleet_of(chosen, rehearsal.rehearse(chosen, chosen.profile, 100))
     fleet.run()
     assert fleet.delivered
-    numel = replica.layout.numel
+    numel, parameters = replica.layout.numel, replica.layout.parameters
+    most = 0.0
     for _, envelope in fleet.delivered:
-        size_bytes = wire.weight(envelope.open(), numel) * wire.BYTES_PER_ENTRY * numel
-        assert size_bytes == envelope.size_bytes
+        models = wire.weight(envelope.open(), numel, codec, parameters)
+        size_bytes = models * wire.BYTES_PER_ENTRY * numel
+        assert size_bytes == pytest.approx(envelope.size_bytes, rel=1e-12)
         assert size_bytes <= len(pickle.dumps(envelope)) < size_bytes + 2000
+        most = max(most, models)
+    gradient = {"fp32": 1.0, "bf16": 0.5, "int8": 0.254, "int4": 0.129}[codec]
+    value = 1.0 if codec == "fp32" else 0.5
+    expected = {"noloco": gradient + value, "halos": value, "async_local_sgd": value}
+    assert most == pytest.approx(expected.get(method, gradient), rel=0.01)
 
 
 @pytest.mark.parametrize("method", methods.names())
@@ -679,6 +693,16 @@ def test_a_host_goes_on_from_its_save(tmp_path: Path) -> None:
     )
     assert after.ctx.rng.random() == before.ctx.rng.random()
     assert after.ctx.recorder.trainings == before.ctx.recorder.trainings
+
+
+def test_a_host_saves_what_rounding_has_left_over(tmp_path: Path) -> None:
+    before = trained(tmp_path)
+    before.node.coder.left = {"Exchange.gradient": torch.arange(3.0)}
+    before.save()
+    after = trained(tmp_path, begins="restart", membership=Membership(1), wire="int8")
+    assert after.load() == []
+    assert after.node.coder.left["Exchange.gradient"].tolist() == [0.0, 1.0, 2.0]
+    assert after.ctx.reduces.coder is after.node.coder
 
 
 def test_a_damaged_save_is_named_and_the_one_before_it_is_taken(tmp_path: Path) -> None:

@@ -41,13 +41,21 @@ from archipel.actor import (
     WorkerSpec,
     World,
 )
+from archipel.collective import Member
 from archipel.errors import TrainingError
 from archipel.methods import halos, noloco
 from archipel.parameter_server import Delta
 from archipel.recipe import parse_recipe
 from archipel.run import wire
 from archipel.run.census import Plan
-from archipel.sim.topology import Topology, load_topology
+from archipel.run.codec import CODECS, Codec
+from archipel.run.node import Node
+from archipel.sim import trouble
+from archipel.sim.clock import Simulator
+from archipel.sim.events import Fail, Return
+from archipel.sim.faults import FaultsConfig
+from archipel.sim.schedule import make_faults
+from archipel.sim.topology import Profile, Topology, load_topology
 from archipel.train.replica import Run
 from archipel.train.task import Schedule
 from archipel.train.trainer import Done
@@ -103,8 +111,9 @@ class Post:
     def after(self, seconds: float, message: Message) -> None:
         self.after_a_while.append(message)
 
-    def send(self, to: NodeId, message: Message) -> None:
+    def send(self, to: NodeId, message: Message) -> Message:
         self.sent.append((to, message))
+        return message
 
     def to(self, node: NodeId) -> list[Any]:
         return [message for to, message in self.sent if to == node]
@@ -665,3 +674,167 @@ def test_stop_by_seconds_leaves_every_method_at_that_time() -> None:
         sim = simulator(name, Quadratic(), topology="halos-4x4", plan=Plan(seconds=50.0))
         assert sim.run() == "seconds"
         assert sim.now == 50.0
+
+
+# In fewer bits
+
+
+def apart(sim: Simulator) -> None:
+    """Replicas that begin far from each other."""
+    for rank, actor in enumerate(sim.actors.values()):
+        assert isinstance(actor, noloco.Worker)
+        actor.phi += torch.randn(len(actor.phi), generator=torch.Generator().manual_seed(rank))
+
+
+@dataclasses.dataclass
+class Kicks(Quadratic):
+    """Inner steps move a worker's weights by numbers that do not depend on them."""
+
+    numel: int = 40
+    size: float = 1.0
+    kicks: dict[NodeId, int] = dataclasses.field(default_factory=dict)
+
+    def train(self, worker: NodeId, theta: Any, steps: int, progress: int, due_s: float) -> Done:
+        self.kicks[worker] = count = self.kicks.get(worker, 0) + 1
+        seed = sum(map(ord, str(worker))) * 1000 + count
+        moved = torch.randn(len(theta), generator=torch.Generator().manual_seed(seed))
+        return Done(Trained(theta + self.size * moved, steps, (1.0,) * steps))
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+@pytest.mark.parametrize("codec", CODECS)
+def test_noloco_pulls_replicas_together_without_moving_their_mean(
+    codec: Codec, group_size: int
+) -> None:
+    """Nothing is trained, and replicas that begin apart come together in their mean. If a member
+    reckoned with its own φ as it is and not as the others got it, the mean would move by 1/512.
+    """
+    settings = {"inner_steps": 1, "group_size": group_size}
+    topology = Topology(regions={"a": [1.0] * 6})
+    sim = simulator(
+        "noloco", Kicks(size=0.0), topology=topology, settings=settings, steps=90, wire=codec
+    )
+    apart(sim)
+    before = model_of(sim)
+    spread = float(torch.stack(sim.parts()).std(dim=0).mean())
+    sim.run()
+    assert float((model_of(sim) - before).abs().max()) < 2e-6
+    assert float(torch.stack(sim.parts()).std(dim=0).mean()) < 0.05 * spread
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_mean_of_noloco_moves_by_what_is_trained_alone(codec: Codec) -> None:
+    """Whatever the pull is, and but for what senders still have to say."""
+
+    def run(gamma: float) -> tuple[torch.Tensor, Simulator]:
+        settings = {"inner_steps": 1, "alpha": 0.0, "beta": 1.0, "gamma": gamma}
+        topology = Topology(regions={"a": [1.0] * 6})
+        sim = simulator(
+            "noloco", Kicks(), topology=topology, settings=settings, steps=90, wire=codec
+        )
+        apart(sim)
+        sim.run()
+        return model_of(sim), sim
+
+    pulled, sim = run(0.7)
+    alone, _ = run(0.0)
+    torch.testing.assert_close(pulled, alone, rtol=0, atol=2e-5)
+    plain = Kicks()
+    kicks = [
+        plain.train(actor.me, torch.zeros(40), 1, 0, 0.0).result().theta
+        for actor in sim.actors.values()
+        for _ in range(actor.outer_steps)
+    ]
+    first = simulator("noloco", Kicks(), topology=Topology(regions={"a": [1.0] * 6}))
+    apart(first)
+    left = [node.coder.left.get("Exchange.gradient", torch.zeros(40)) for node in nodes_of(sim)]
+    expected = model_of(first) + (sum(kicks) + sum(left)) / 6
+    if codec != "bf16":  # which keeps nothing of what it rounds
+        torch.testing.assert_close(pulled, expected, rtol=0, atol=2e-5)
+    else:
+        torch.testing.assert_close(pulled, expected, rtol=0, atol=0.02)
+
+
+def nodes_of(sim: Simulator) -> list[Node]:
+    return list(sim.state.nodes.values())
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", ALL)
+def test_it_trains_in_fewer_bits_and_in_less_time(name: str, codec: Codec) -> None:
+    """Rounded too, the loss of a quadratic falls as far as it does else."""
+    slow = Topology(regions={"a": [1.0, 0.5], "b": [0.7, 0.7]}, default={"bandwidth_gbit_s": 0.001})
+
+    def run(wire: Codec) -> Simulator:
+        trainer = Quadratic(numel=300, lr=0.02)
+        theta = torch.randn(300, generator=torch.Generator().manual_seed(0))
+        sim = simulator(
+            name, trainer, topology=slow, theta=theta, settings=small(name), steps=600, wire=wire
+        )
+        sim.run()
+        return sim
+
+    plain, rounded = run("fp32"), run(codec)
+    losses = [sim.recorder.evaluations[-1].loss for sim in (plain, rounded)]
+    first = plain.recorder.evaluations[0].loss
+    assert losses[0] is not None
+    assert losses[1] is not None
+    assert first is not None
+    assert losses[1] < losses[0] + 0.02 * first
+    assert rounded.recorder.sent_bytes < 0.55 * plain.recorder.sent_bytes
+    assert rounded.now < plain.now
+
+
+def test_all_members_hold_one_model_in_fewer_bits() -> None:
+    """Those who take the mean, and a newcomer, who gets the model as it is."""
+    crash = {"kind": "crash", "node": "b/w0", "at_s": 10.5, "restart_after_s": 5.0}
+    topology = Topology(regions={"a": [1.0, 1.0], "b": [1.0]}, default={"bandwidth_gbit_s": 1.0})
+    workers = tuple(workers_of(topology))
+    faults = make_faults(
+        FaultsConfig.model_validate({"schedule": [crash], "save_every_s": 2.0, "deadline_s": 2.0}),
+        topology,
+        list(workers),
+        0,
+    )
+    trainer = Kicks(size=0.1)
+    profile = Profile(name="tiny", model_bytes=1_000_000, step_time_s=1.0)
+    sim = simulator(
+        "diloco",
+        trainer,
+        topology=topology,
+        settings={"inner_steps": 2},
+        plan=Plan(seconds=100.0),
+        steps=None,
+        profile=profile,
+        wire="int4",
+        faults=faults,
+    )
+    sim.run()
+    members = [actor for actor in sim.actors.values() if isinstance(actor, Member)]
+    assert all(len(member.group) == 3 for member in members)
+    assert len({member.round for member in members}) == 1
+    assert all(torch.equal(member.theta, members[0].theta) for member in members)
+
+
+def test_a_restart_takes_up_what_was_left_over_at_the_save() -> None:
+    """And what was saved does not change with what is sent later."""
+    sim = simulator(
+        "async_local_sgd",
+        Kicks(),
+        topology=WORLDS["two workers"],
+        settings=small("async_local_sgd"),
+        steps=60,
+        wire="int4",
+    )
+    node = sim.state.nodes[W0]
+    assert sim.run(lambda: "Delta.gradient" in node.coder.left) is None
+    before = trouble.saved(sim.engine, W0)
+    left = node.coder.left["Delta.gradient"].clone()
+    count = sim.recorder.messages
+    sim.run(lambda: sim.recorder.messages > count + 8)
+    assert not torch.equal(node.coder.left["Delta.gradient"], left)
+    assert torch.equal(before.left["Delta.gradient"], left)
+    sim.state.outages.saves[W0] = before
+    trouble.go_wrong(sim.engine, Fail(W0))
+    trouble.go_wrong(sim.engine, Return(W0))
+    assert torch.equal(node.coder.left["Delta.gradient"], left)

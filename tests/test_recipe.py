@@ -445,7 +445,8 @@ def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> No
         written("method: halos", "tsak.width=64")
     assert str(error.value) == (
         "--set tsak.width=64: unknown section 'tsak' (did you mean 'task'?); "
-        "allowed: method, topology, profile, task, pipeline, run, live, faults, bad_updates, label"
+        "allowed: method, topology, profile, task, pipeline, run, live, wire, faults, "
+        "bad_updates, label"
     )
 
 
@@ -507,8 +508,17 @@ def test_a_key_given_twice_is_refused(written: Any) -> None:
         (
             halos(topologie="one-node"),
             "recipe: unknown key 'topologie' (did you mean 'topology'?); "
-            "allowed: method, topology, profile, task, pipeline, run, live, faults, bad_updates, "
-            "label",
+            "allowed: method, topology, profile, task, pipeline, run, live, wire, faults, "
+            "bad_updates, label",
+        ),
+        (
+            halos(wire="int9"),
+            "wire = 'int9': allowed are fp32, bf16, int8, int4 (did you mean 'int8'?)",
+        ),
+        (halos(wire=8), "wire = 8: expected a name, or keys with `name` among them"),
+        (
+            halos(wire={"name": "int8", "block": 64}),
+            "wire = {'name': 'int8', 'block': 64}: allowed are fp32, bf16, int8, int4",
         ),
         ({"method": 5}, "method = 5: expected a name, or keys with `name` among them"),
         (

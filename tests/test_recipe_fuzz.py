@@ -23,6 +23,7 @@ from archipel.recipe import (
     parse_recipe,
     parse_settings,
 )
+from archipel.run.codec import CODECS
 from archipel.run.screening import ScreeningConfig
 from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
@@ -84,6 +85,7 @@ SECTIONS = {
     "live": fields_of(LiveConfig),
     "faults": fields_of(FaultsConfig, RandomFaults, Crash, Slow, Partition),
     "bad_updates": fields_of(ScreeningConfig),
+    "wire": WORDS | st.sampled_from(CODECS) | fields_of(Topology),
     "label": SCALARS,
 }
 WHOLE: dict[str, Any] = {

@@ -217,9 +217,9 @@ def watch_calls(simulator: Simulator, verb: str, watch: Any) -> None:
     """
 
     def watched(me: NodeId, call: Any) -> Any:
-        def wrapped(*arguments: Any) -> Any:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
             watch(me, *arguments)
-            return call(*arguments)
+            return call(*arguments, **keywords)
 
         return wrapped
 

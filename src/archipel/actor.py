@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -49,7 +49,20 @@ class Message:
     others; in a live run they do not. An engine ends the run where an actor changes a vector while
     it reacts to the message that brought it. It does not watch what an actor has kept or sent:
     clone what is to be changed later.
+
+    A run may have vectors travel in fewer bits than fp32 has (`wire` in a recipe). So a kind of
+    message says what its vectors are. All that it does not name travels as it is.
+
+    Attributes:
+        differences: its fields that its receiver adds to something, again and again, such as outer
+            gradients. They bear the coarsest rounding, for what it takes from one of them the
+            sender adds to the next of its kind. A kind has one such sequence at each sender.
+        values: its fields that stand for themselves, such as weights to go on from. They are
+            rounded to bf16 at most.
     """
+
+    differences: ClassVar[tuple[str, ...]] = ()
+    values: ClassVar[tuple[str, ...]] = ()
 
     @property
     def weight(self) -> float | None:
@@ -57,9 +70,13 @@ class Message:
 
         None, as here: as much as the tensors among its fields, and where nothing is trained each of
         them counts as a whole model. A message that carries less than that, a fragment or a code of
-        fewer bits, states its weight, so that a run without gradients is timed right too.
+        fewer bits, states its weight, so that a run without gradients is timed right too. What
+        `wire` saves comes off that.
         """
         return None
+
+
+Sent = TypeVar("Sent", bound=Message)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,6 +128,8 @@ class Update(Message):
 
     An engine may look at it before its receiver does; see `Refused`.
     """
+
+    differences: ClassVar[tuple[str, ...]] = ("gradient",)
 
     gradient: Vector
 
@@ -167,8 +186,14 @@ class Context(Protocol):
     def rng(self) -> np.random.Generator:
         """Random numbers of this node, seeded by (run seed, node)."""
 
-    def send(self, to: NodeId, message: Message) -> None:
-        """Message `to`; messages from one sender to one receiver arrive in the order of sending."""
+    def send(self, to: NodeId, message: Sent) -> Sent:
+        """Message `to`; messages from one sender to one receiver arrive in the order of sending.
+
+        Returns:
+            The message as it arrives, which is `message` itself where nothing is rounded on the
+            way. If one and the same message is sent to several while an actor reacts, all of them
+            get the same.
+        """
 
     def train(self, theta: Vector, steps: int, progress: int) -> None:
         """Take `steps` inner steps from `theta` on this worker's own data; `Trained` comes back to
@@ -194,7 +219,13 @@ class Context(Protocol):
         """
 
     def all_reduce(
-        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
+        self,
+        group: Group,
+        vector: Vector,
+        round: int = 0,
+        share: float | None = None,
+        *,
+        difference: bool = False,
     ) -> None:
         """Mean over `group`, once every member has called with this `round`; `Reduced` comes back
         to me.
@@ -207,6 +238,10 @@ class Context(Protocol):
 
         `share` is the part of a model that `vector` is; None: as large as it is, and where nothing
         is trained a whole model. All members give the same.
+
+        `difference`: the mean is added to something, again and again, and may travel in fewer bits;
+        see `Message.differences`. Else it travels as it is, for then the members go on from it, and
+        nobody would be left who knows what rounding has taken. All get the same bits in any case.
         """
 
 

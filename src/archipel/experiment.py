@@ -143,6 +143,7 @@ def compare(
             "profile": profile,
             "task": task,
             "pipeline": {},
+            "wire": "fp32",
             "run": {"steps": steps, "tokens": tokens},
             "faults": (
                 read_mapping(Path(faults), "faults file")

@@ -145,12 +145,17 @@ def gossip(
     alpha: float,
     beta: float,
     gamma: float,
+    told: Tensor | None = None,
 ) -> None:
     """NoLoCo's outer step of one member of a group of n (arXiv 2506.10911, equations 2 and 3), in
     place.
 
         δ ← α·δ + (β/n)·Σ_j Δ_j − γ·(φ − (1/n)·Σ_j φ_j)
         φ ← φ + δ
+
+    Over a group the last term of δ sums to nothing, so it leaves the replicas' mean where it is.
+    That needs the same φ_j at all members: where they are rounded on their way, `told` is what the
+    others know of mine, and stands in that term for φ.
 
     Deviation: the paper prints −(β/n)ΣΔ with Δ = θ − φ, which walks away from the inner progress;
     the authors' code adds it, and so do we (`test_outer.py` shows the sign on a quadratic).
@@ -160,12 +165,14 @@ def gossip(
         velocity: my momentum δ, shape (parameters,); changed.
         deltas: outer gradients `φ_j − θ_j = −Δ_j` of all members, mine among them, in rank order.
         phis: slow weights of all members, in rank order, as they were before this step.
+        told: my slow weights as they are among `phis`; None: they are `phi`.
     """
     count = velocity.numel()
     size = len(deltas)
-    for mine, momentum, *others in stretches(count, phi, velocity, *deltas, *phis):
+    told = phi if told is None else told
+    for mine, momentum, known, *others in stretches(count, phi, velocity, told, *deltas, *phis):
         momentum.mul_(alpha).add_(mean(others[:size]), alpha=-beta)
-        momentum.add_(mean(others[size:]).sub_(mine), alpha=gamma)
+        momentum.add_(mean(others[size:]).sub_(known), alpha=gamma)
         mine += momentum
     if count < phi.numel():
         phi[count:] = mean([delta[count:] for delta in deltas])

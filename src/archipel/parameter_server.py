@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from archipel.actor import Actor, Context, Joined, Message, NodeId, Trained, Update, Vector
 from archipel.vector import outer_gradient
@@ -18,6 +19,8 @@ class Model(Message):
     """From a server: its newest weights, and the inner steps that all workers together have taken,
     as far as it knows.
     """
+
+    values: ClassVar[tuple[str, ...]] = ("theta",)
 
     theta: Vector
     progress: int

@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 
 from archipel import methods
 from archipel.actor import MethodConfig
 from archipel.errors import UserError, checked, nearest
+from archipel.run.codec import CODECS, Codec
 from archipel.run.screening import ScreeningConfig
 from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.faults import FaultsConfig, parse_faults
@@ -39,6 +40,7 @@ KEYS = (
     "pipeline",
     "run",
     "live",
+    "wire",
     "faults",
     "bad_updates",
     "label",
@@ -59,6 +61,7 @@ class Recipe:
         faults: what goes wrong on purpose; None: nothing, and no invariants are checked.
         bad_updates: when an update is refused. None: by the default rule in a live run, and never
             in a simulated one. False: never.
+        wire: the codec by which vectors travel.
     """
 
     label: str
@@ -72,6 +75,7 @@ class Recipe:
     live: LiveConfig
     faults: FaultsConfig | None = None
     bad_updates: ScreeningConfig | Literal[False] | None = None
+    wire: Codec = "fp32"
 
     @property
     def replicas(self) -> int:
@@ -124,6 +128,7 @@ class Recipe:
             "pipeline": self.pipeline.model_dump(mode="json"),
             "run": self.run.model_dump(mode="json"),
             "live": self.live.model_dump(mode="json"),
+            "wire": self.wire,
         }
         if self.faults is not None:
             data["faults"] = self.faults.model_dump(mode="json")
@@ -177,6 +182,7 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
         pipeline=pipeline,
         live=checked(LiveConfig, data.get("live", {}), "live", "keys such as `pace: profile`"),
         bad_updates=_bad_updates(data.get("bad_updates")),
+        wire=_wire(data.get("wire", "fp32")),
     )
     faults = parse_faults(data.get("faults"))
     return recipe if faults is None else recipe.with_faults(faults)
@@ -397,6 +403,17 @@ def _task(fields: dict[str, Any], *, tied: bool) -> TaskConfig:
     if issubclass(config, GptTask):
         fields = {"tied": tied, **fields}
     return checked(config, {"name": "stdlib", **fields}, "task")
+
+
+def _wire(value: Any) -> Codec:
+    fields = section(value, "wire")
+    name = fields.get("name")
+    if fields.keys() != {"name"} or name not in CODECS:
+        wrong = name if fields.keys() == {"name"} else value
+        raise UserError(
+            f"wire = {wrong!r}: allowed are {', '.join(CODECS)}{nearest(wrong, CODECS)}"
+        )
+    return cast(Codec, name)
 
 
 def _bad_updates(fields: Any) -> ScreeningConfig | Literal[False] | None:

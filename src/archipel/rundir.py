@@ -357,6 +357,7 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "real": ended.real,
         "modelled": ended.modelled,
         "clock": ended.clock,
+        "wire": recipe.wire,
         "settings": recipe.config.model_dump(mode="json")
         | (recipe.pipeline.model_dump(mode="json") if recipe.pipeline.stages > 1 else {}),
         "changed": {name: list(pair) for name, pair in recipe.changed().items()},

@@ -11,6 +11,9 @@ vector once each way. (A ring carries it up to twice, one way.) All members know
 their group alone, see `sim/routes.py`. Where it has the order of the group, every node gets the
 bits of `outer.mean`.
 
+Where sums travel in fewer bits (`run/wire.py`), each member rounds what it passes on, and keeps
+what that leaves over for its next mean. An attempt that comes to nothing leaves nothing over.
+
 The leader says who takes part, because it may know of a newcomer that the others have not heard of.
 
 If a member is lost, those who have not got their mean begin again, without it:
@@ -35,7 +38,8 @@ from torch import Tensor
 
 from archipel.actor import Group, Message, NodeId, Reduced, Vector
 from archipel.errors import TrainingError
-from archipel.run.wire import BYTES_PER_ENTRY
+from archipel.run.codec import BLOCK, Coded, decoded, encode
+from archipel.run.wire import BYTES_PER_ENTRY, Coder
 from archipel.sim.routes import CHUNKS, SMALLEST_BYTES
 
 SMALLEST = SMALLEST_BYTES // BYTES_PER_ENTRY
@@ -52,7 +56,7 @@ class Sum(Message):
     round: int
     attempt: int
     chunk: int
-    total: Vector
+    total: Vector | Coded
     refused: Group
 
 
@@ -64,7 +68,7 @@ class Mean(Message):
     round: int
     attempt: int
     chunk: int
-    mean: Vector
+    mean: Vector | Coded
     refused: Group
     settled: bool = False
 
@@ -87,30 +91,40 @@ class Waiting:
         group: its members as far as this node knows, without those who are lost.
         mine: the chunks of this node's vector.
         refused: this node's vector is left out of the mean.
+        difference: the sums may travel in fewer bits.
         since_s: when this node called for the mean.
         attempt: the latest attempt that this node has taken part in; -1: none.
         means: chunks of the mean that have come, by attempt and number.
+        left: what rounding leaves over at this node of each chunk, by attempt and number.
         asking: members that have asked for this mean and have had no answer.
     """
 
     group: Group
     mine: tuple[Tensor, ...]
     refused: bool
+    difference: bool
     since_s: float
     attempt: int = -1
-    means: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    means: dict[int, dict[int, Vector | Coded]] = field(default_factory=dict)
+    left: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     asking: dict[NodeId, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LastMean:
-    """The last mean that this node has got, for members that may not have got it."""
+    """The last mean that this node has got, for members that may not have got it.
+
+    Attributes:
+        attempt: that it has come of.
+        answered: the last attempt that this node has answered with it.
+    """
 
     group: Group
     round: int
     attempt: int
-    chunks: tuple[Tensor, ...]
+    chunks: tuple[Vector | Coded, ...]
     refused: Group
+    answered: int
 
 
 @dataclass
@@ -123,6 +137,7 @@ class AllReduces:
             message.
         finish: called with each mean, and with the time at which this node had called for it.
         chain: puts the members of a group in the order of the chain.
+        coder: how this node's vectors travel.
         losses: how often any node has been lost in this run.
         gone: nodes that are lost now.
         waiting: the all-reduces that this node waits for, by round.
@@ -134,9 +149,10 @@ class AllReduces:
     """
 
     me: NodeId
-    send: Callable[[NodeId, Message], None]
+    send: Callable[[NodeId, Message], object]
     finish: Callable[[Reduced, float], None]
     chain: Callable[[Group], Group] = lambda group: group
+    coder: Coder = field(default_factory=Coder)
     losses: int = 0
     gone: set[NodeId] = field(default_factory=set)
     waiting: dict[int, Waiting] = field(default_factory=dict)
@@ -145,10 +161,17 @@ class AllReduces:
     outcome: LastMean | None = None
 
     def call(
-        self, group: Group, vector: Vector, round: int, since_s: float, *, refused: bool = False
+        self,
+        group: Group,
+        vector: Vector,
+        round: int,
+        since_s: float,
+        *,
+        refused: bool = False,
+        difference: bool = False,
     ) -> None:
         """Call for the mean over `group`. If `vector` is `refused`, it is left out of the mean and
-        gives nothing but its shape.
+        gives nothing but its shape. The sums of a `difference` may travel in fewer bits.
 
         Rounds go up. A node that calls for an earlier round than it waits for has begun again, and
         does not wait for the later one any more. After a loss it may also call for the same round
@@ -167,8 +190,9 @@ class AllReduces:
             before.group, before.since_s = members, since_s
         else:
             leads = False
-            chunks = torch.split(vector, max(SMALLEST, -(-len(vector) // CHUNKS)))
-            self.waiting[round] = Waiting(members, chunks, refused, since_s)
+            size = max(SMALLEST, -(-len(vector) // CHUNKS))
+            chunks = torch.split(vector, size + -size % min(SMALLEST, BLOCK))  # whole blocks
+            self.waiting[round] = Waiting(members, chunks, refused, difference, since_s)
         if members[0] == self.me and not leads:
             self._begin(round, self.waiting[round])
         self._try_early()
@@ -219,8 +243,8 @@ class AllReduces:
     def _begin(self, round: int, call: Waiting) -> None:
         call.attempt, call.means = self.losses, {}
         for number, mine in enumerate(call.mine):
-            total, refused = (torch.zeros_like(mine), (self.me,)) if call.refused else (mine, ())
-            self._pass_up(call, Sum(call.group, round, call.attempt, number, total, refused))
+            nothing = Sum(call.group, round, call.attempt, number, torch.zeros_like(mine), ())
+            self._pass_up(call, nothing, leads=True)
 
     def _try_early(self) -> None:
         early, self.early = self.early, []
@@ -237,33 +261,58 @@ class AllReduces:
             outcome
             and not call
             and message.round == outcome.round
-            and message.attempt > outcome.attempt
+            and message.attempt > outcome.answered
         ):
-            self.outcome = replace(outcome, attempt=message.attempt)  # once an attempt
+            self.outcome = replace(outcome, answered=message.attempt)  # once an attempt
             self._settle(outcome, tuple(node for node in message.group if node != self.me))
         elif call is None or message.group[0] != call.group[0]:
             self.early.append(message)
         elif message.attempt >= call.attempt:
             if message.attempt > call.attempt:
                 call.attempt, call.means = message.attempt, {}
-            if call.refused:
-                self._pass_up(call, replace(message, refused=(*message.refused, self.me)))
-            else:
-                self._pass_up(
-                    call, replace(message, total=message.total + call.mine[message.chunk])
-                )
+            self._pass_up(call, message)
 
-    def _pass_up(self, call: Waiting, message: Sum) -> None:
-        """Send a sum on that has this node's part in it."""
-        group, chain = message.group, self.chain(message.group)
+    def _pass_up(self, call: Waiting, message: Sum, *, leads: bool = False) -> None:
+        """Put this node's part into a sum and send it on; the last one divides, and sends the mean
+        back. Who leads begins: nothing is in `message`.
+        """
+        group, chain, chunk = message.group, self.chain(message.group), message.chunk
+        refused = (*message.refused, self.me) if call.refused else message.refused
         if chain[-1] != self.me:
-            self._send(chain[chain.index(self.me) + 1], message)
+            total = self._add_mine(call, message, leads=leads)
+            behind = chain[chain.index(self.me) + 1]
+            self._send(behind, replace(message, total=total, refused=refused))
         else:
-            mean = message.total / max(1, len(group) - len(message.refused))
-            self._take(
-                call,
-                Mean(group, message.round, message.attempt, message.chunk, mean, message.refused),
-            )
+            given = max(1, len(group) - len(refused))
+            mean = self._add_mine(call, message, given, leads=leads)
+            self._take(call, Mean(group, message.round, message.attempt, chunk, mean, refused))
+
+    def _add_mine(
+        self, call: Waiting, message: Sum, given: int | None = None, *, leads: bool
+    ) -> Vector | Coded:
+        """A sum with this node's part in it; `given`: the mean that it is, of so many vectors."""
+        chunk, coder = message.chunk, self.coder
+        mine = None if call.refused else call.mine[chunk]
+        if not coder.codes_sums(message.group, difference=call.difference):
+            total = decoded(message.total)
+            if mine is not None:
+                total = mine if leads else total + mine
+            return total / given if given else total
+        start, numel = chunk * len(call.mine[0]), sum(map(len, call.mine))
+        count = max(0, min(coder.parameters - start, len(call.mine[chunk])))
+        if mine is None and not given:  # it passes on what has come
+            return encode(decoded(message.total), coder.wire, count) if leads else message.total
+        left = coder.left_of_sums(numel)
+        coded, over = coder.pass_on(
+            None if leads else message.total,
+            mine,
+            None if left is None else left[start : start + count],
+            count,
+            given or 1,
+        )
+        if over is not None:
+            call.left.setdefault(message.attempt, {})[chunk] = over
+        return coded
 
     # Down
 
@@ -283,13 +332,26 @@ class AllReduces:
                 for other in self.early
                 if other.round != message.round or other.attempt >= message.attempt
             ]
+            left = call.left.get(message.attempt, {})
+            if len(left) == len(call.mine):
+                self.coder.keep(torch.cat([left[number] for number in range(len(left))]))
             chunks = tuple(means[number] for number in range(len(call.mine)))
             self.outcome = LastMean(
-                message.group, message.round, message.attempt, chunks, message.refused
+                message.group,
+                message.round,
+                message.attempt,
+                chunks,
+                message.refused,
+                answered=message.attempt,
             )
             self._settle(self.outcome, tuple(call.asking))
             self.finish(
-                Reduced(torch.cat(chunks), message.group, message.round, message.refused),
+                Reduced(
+                    torch.cat([decoded(chunk) for chunk in chunks]),
+                    message.group,
+                    message.round,
+                    message.refused,
+                ),
                 call.since_s,
             )
 

@@ -54,6 +54,7 @@ from archipel.live.verbs import HostContext, Own
 from archipel.pyfile import place_of
 from archipel.run.node import Node
 from archipel.run.screening import Screen
+from archipel.run.wire import Coder
 
 UPDATES = 1000
 """A host knows of so many of its last local updates when they were."""
@@ -97,7 +98,12 @@ class Host:
         torch.set_num_threads(1)
         actor = unpack(setup.actor, lambda: _weights(setup) if weights is None else weights)
         screen = Screen(setup.screening) if setup.screening else None
-        self.node = Node(actor, parameters=setup.parameters, screen=screen)
+        self.node = Node(
+            actor,
+            parameters=setup.parameters,
+            screen=screen,
+            coder=Coder(setup.wire, setup.parameters),
+        )
         self.setup, self.me = setup, actor.me
         self.mailbox: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[BadLoss | None] = queue.SimpleQueue()
@@ -201,6 +207,7 @@ class Host:
             return [f"{self.me} has no save to go on from, and begins anew"]
         state, said = saves.load(folder, self.actor, self.ctx.recorder)
         self.node.actor, self.node.screen = state.actor, state.screen
+        self.node.coder.left = state.left
         self.ctx.rng, self.ctx.recorder = state.rng, state.recorder
         self.handled = state.events
         self.compute.load(state.batch, state.inner)
@@ -417,6 +424,7 @@ def state_of(host: Host) -> saves.HostState:
         host.compute.batch,
         host.compute.state,
         host.node.screen,
+        host.node.coder.left,
         host.ctx.recorder,
         host.handled + host.compute.ticks,
     )

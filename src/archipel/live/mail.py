@@ -7,7 +7,7 @@ What belongs here: envelopes, and the inbox that puts them in order. What does n
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from archipel.actor import Message, NodeId
+from archipel.run.codec import Coded
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Envelope:
     """A message on its way. The vectors in it are NumPy views of their tensors, which nobody
-    changes.
+    changes, or their codes.
 
     Attributes:
         sender: who sent it.
@@ -44,14 +45,23 @@ class Envelope:
     @property
     def size_bytes(self) -> int:
         """Of the vectors inside."""
-        return sum(value.nbytes for value in self.contents if isinstance(value, np.ndarray))
+        return sum(
+            value.nbytes for value in self.contents if isinstance(value, (np.ndarray, Coded))
+        )
 
     def open(self) -> Message:
-        """The message; its vectors are those that came, and are not to be written to."""
-        return self.kind(
+        """The message; its vectors are those that came, and are not to be written to. Codes are
+        read where the message knows nothing of them; an all-reduce passes its own on as they are.
+        """
+        kind = self.kind
+        return kind(
             *(
-                torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                for value in self.contents
+                torch.from_numpy(value)
+                if isinstance(value, np.ndarray)
+                else value.decode()
+                if isinstance(value, Coded) and part.name in (*kind.differences, *kind.values)
+                else value
+                for part, value in zip(fields(kind), self.contents, strict=True)
             )
         )
 
@@ -71,9 +81,10 @@ def unpack(parts: Sequence[memoryview]) -> Envelope:
     return envelope
 
 
-def contents(message: Message) -> tuple[Any, ...]:
-    """The fields of a message, ready to travel."""
-    values = (getattr(message, part.name) for part in fields(message))
+def contents(message: Message, codes: Mapping[str, Coded] | None = None) -> tuple[Any, ...]:
+    """The fields of a message, ready to travel; `codes` take the place of what they are of."""
+    codes = codes or {}
+    values = (codes.get(part.name, getattr(message, part.name)) for part in fields(message))
     return tuple(value.detach().numpy() if isinstance(value, Tensor) else value for value in values)
 
 

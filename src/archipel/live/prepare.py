@@ -185,6 +185,7 @@ def make_setups(
             parameters=parts.parameters(actor.me),
             topology=recipe.topology,
             screening=recipe.screening(live=True),
+            wire=recipe.wire,
             save_folder=SaveFolder(folder / actor.me.region / actor.me.name, text)
             if folder
             else None,

@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from archipel.actor import Group, NodeId
+from archipel.run.codec import Codec
 from archipel.run.metrics import Recorder
 from archipel.run.screening import ScreeningConfig
 from archipel.sim.topology import Topology
@@ -88,6 +89,7 @@ class HostSetup:
         topology: the network, for the best way of a collective; None: it goes in the order of its
             members.
         screening: which updates are refused; None: none.
+        wire: the codec by which vectors travel.
         save_folder: where this host saves its part; None: it saves nothing.
         waits_for_release: a copy of the model is kept until the watch has said that it is not
             needed.
@@ -112,6 +114,7 @@ class HostSetup:
     parameters: int = 0
     topology: Topology | None = None
     screening: ScreeningConfig | None = None
+    wire: Codec = "fp32"
     save_folder: SaveFolder | None = None
     waits_for_release: bool = False
     begins: Beginning = "start"

@@ -62,6 +62,7 @@ def rehearse(recipe: Recipe, profile: Profile, steps: int) -> list[dict[NodeId, 
         parameters=0,
         seed=seed,
         pipeline=pipeline,
+        wire=recipe.wire,
         observers=[rehearsal],
     ).run()
     *marks, last = map(dict, rehearsal.marks)

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from archipel import checkpoint
-from archipel.actor import Actor, NodeId
+from archipel.actor import Actor, NodeId, Vector
 from archipel.checkpoint import Encoded, Every
 from archipel.encoding import Surroundings
 from archipel.live.protocol import SaveFolder
@@ -36,6 +36,7 @@ class HostState:
         batch: number of the next batch.
         inner: what the inner optimizer keeps.
         screen: the norms by which it refuses updates; None: it refuses none.
+        left: what rounding has left over; see `wire.Coder`.
         recorder: what has happened at this host.
         events: how many things have happened at this host.
     """
@@ -45,6 +46,7 @@ class HostState:
     batch: int
     inner: list[Tensor]
     screen: Screen | None
+    left: dict[str, Vector]
     recorder: Recorder
     events: int
 

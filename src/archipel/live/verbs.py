@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from archipel.actor import Group, Message, NodeId, Reduced, Vector
+from archipel.actor import Group, Message, NodeId, Reduced, Sent, Vector
 from archipel.live.all_reduce import AllReduces
 from archipel.live.compute import Compute
 from archipel.live.mail import Envelope, Inbox, contents
@@ -74,7 +74,13 @@ class HostContext:
         self.inbox = Inbox(self.epoch, membership.life, dict(membership.lives), gone)
         self.sent: dict[NodeId, int] = {}  # messages to each node in its life
         self.reduces = AllReduces(
-            self.me, self.send, self._reduced, self._chain, membership.losses, set(gone)
+            self.me,
+            self.send,
+            self._reduced,
+            self._chain,
+            self.node.coder,
+            membership.losses,
+            set(gone),
         )
 
     def _chain(self, group: Group) -> Group:
@@ -102,14 +108,16 @@ class HostContext:
     def now(self) -> float:
         return time.perf_counter() - self.started_s
 
-    def send(self, to: NodeId, message: Message) -> None:
+    def send(self, to: NodeId, message: Sent) -> Sent:
+        arrives = self.node.coder.arrived(message)
         if to in self.inbox.gone:
-            return
+            return arrives
         number = self.sent.get(to, 0)
         self.sent[to] = number + 1
         lives, kind = (self.inbox.life, self.inbox.lives.get(to, 0)), type(message)
-        envelope = Envelope(self.me, self.epoch, lives, number, self.now, kind, contents(message))
-        self.post(to, envelope)
+        inside = contents(message, self.node.coder.pack(message).codes)
+        self.post(to, Envelope(self.me, self.epoch, lives, number, self.now, kind, inside))
+        return arrives
 
     def after(self, seconds: float, message: Message) -> None:
         own = Own(message, self.inbox.life)
@@ -134,11 +142,17 @@ class HostContext:
         self.compute.apply(theta, gradient, progress)
 
     def all_reduce(
-        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
+        self,
+        group: Group,
+        vector: Vector,
+        round: int = 0,
+        share: float | None = None,
+        *,
+        difference: bool = False,
     ) -> None:
         # `share` is for clocks that are modelled: here the bytes that travel are counted.
         refused = self.node.refuses([vector], self.me, self.now, self.recorder)
-        self.reduces.call(group, vector, round, self.now, refused=refused)
+        self.reduces.call(group, vector, round, self.now, refused=refused, difference=difference)
 
     def _reduced(self, reduced: Reduced, since_s: float) -> None:
         self.recorder.reduces((self.me,), since_s, self.now)

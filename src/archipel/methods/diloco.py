@@ -68,6 +68,7 @@ class Worker(Member):
                         self.group,
                         outer_gradient(self.theta, theta, self.outer.velocity.numel()),
                         self.number,
+                        difference=True,
                     )
             case Reduced(mean=gradient, group=group, refused=refused) if self.is_current(message):
                 if len(refused) < len(

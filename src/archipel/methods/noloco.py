@@ -19,8 +19,10 @@ The learning rate follows the common progress, and nobody has to collect it: eac
 the start how many inner steps every worker takes in an outer step, so it adds them up at each of
 its own outer steps. Lost workers no longer count.
 
-A worker's own exchange comes to it as a message too, so that an engine can refuse it like any
-other. Then it takes the outer step as if its inner steps had not moved it. Otherwise the bad update
+A worker's own exchange comes to it as a message too, as the others get it: where φ or Δ is rounded
+on its way, all members of a group have to reckon with the same ones, or the pull towards the
+group's mean would move the mean of all replicas. So an engine can refuse it like any other, too.
+Then it takes the outer step as if its inner steps had not moved it. Otherwise the bad update
 would be in its φ, and from there in the mean of all replicas.
 
 Defaults are published (α = 0.5, β = 0.7, n = 2, m = 50). The paper does not print γ; 0.7 is what
@@ -32,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -78,6 +81,8 @@ class Exchange(Update):
     slow weights φ.
     """
 
+    values: ClassVar[tuple[str, ...]] = ("phi",)
+
     phi: Vector
     outer_step: int
 
@@ -97,6 +102,8 @@ class SlowWeightsRequest(Message):
 @dataclass(frozen=True, eq=False, slots=True)
 class SlowWeights(Message):
     """The sender's slow weights φ, the outer step that it is in, and the common progress there."""
+
+    values: ClassVar[tuple[str, ...]] = ("phi",)
 
     phi: Vector
     outer_step: int
@@ -152,10 +159,11 @@ class Worker(Actor):
                     self.outer_steps,
                 )
                 self.partners = tuple(member for member in self.group() if member not in self.away)
+                arrives = exchange
                 for peer in self.partners:
                     if peer != self.me:
-                        ctx.send(peer, exchange)
-                ctx.after(0.0, exchange)
+                        arrives = ctx.send(peer, exchange)
+                ctx.after(0.0, arrives)
             case (
                 Exchange(outer_step=outer_step) | Refused(update=Exchange(outer_step=outer_step))
             ) if self.asked or outer_step < self.outer_steps:
@@ -221,12 +229,14 @@ class Worker(Actor):
             for member in self.partners
             if (exchange := self.part_of(member, received[member])) is not None
         ]
-        config = self.config
+        config, mine = self.config, self.part_of(self.me, received[self.me])
+        assert mine is not None
         gossip(
             self.phi,
             self.velocity,
             [exchange.gradient for exchange in exchanges],
             [exchange.phi for exchange in exchanges],
+            told=mine.phi,
             alpha=config.alpha,
             beta=config.beta,
             gamma=config.gamma,

@@ -42,7 +42,7 @@ class Worker(Member):
                 self.begin(ctx)
             case Gradient(vector=gradient):
                 if self.computed(ctx):
-                    ctx.all_reduce(self.group, gradient, self.number)
+                    ctx.all_reduce(self.group, gradient, self.number, difference=True)
             case Reduced(mean=gradient, group=group, refused=refused) if self.is_current(message):
                 self.agree(group)
                 self.averaged = len(group) - len(refused)

@@ -42,6 +42,7 @@ _JSON = [
     "restarts",
     "faults_planned",
     "faults_happened",
+    "wire",
     "settings",
 ]
 MEANS = (

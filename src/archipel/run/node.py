@@ -8,7 +8,7 @@ does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from archipel.actor import (
     Actor,
@@ -26,6 +26,7 @@ from archipel.errors import TrainingError
 from archipel.run import wire
 from archipel.run.metrics import Recorder, Training
 from archipel.run.screening import Screen
+from archipel.run.wire import Coder
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Node:
             everything is accepted.
         busy: inner steps of this worker are under way.
         told: the kind of the last message that the actor reacted to.
+        coder: how this node's vectors travel.
     """
 
     actor: Actor
@@ -49,6 +51,7 @@ class Node:
     screen: Screen | None = None
     busy: bool = False
     told: str = ""
+    coder: Coder = field(default_factory=Coder)
 
     def handle(self, message: Message, sender: NodeId, ctx: Context, recorder: Recorder) -> None:
         """Let the actor react to a message, or to its refusal.
@@ -65,16 +68,20 @@ class Node:
         self.told = type(message).__name__
         own = sender == self.actor.me and not isinstance(message, Reduced)
         if own or not self.numel:  # nobody else holds it, or it is empty: nothing to look after
-            self.actor.upon(message, sender, ctx)
+            self._react(message, sender, ctx)
             return
         vectors = wire.vectors(message)
         before = _changes(vectors)
-        self.actor.upon(message, sender, ctx)
+        self._react(message, sender, ctx)
         if _changes(vectors) != before:
             raise TrainingError(
                 f"{self.actor.me} changed a vector in place that it was sent in {self.told} by "
                 f"{sender}: others may hold the same one; clone it before"
             )
+
+    def _react(self, message: Message, sender: NodeId, ctx: Context) -> None:
+        self.actor.upon(message, sender, ctx)
+        self.coder.last = None
 
     def refuses(
         self, vectors: list[Vector], sender: NodeId, now: float, recorder: Recorder

@@ -23,10 +23,12 @@ import numpy as np
 from archipel.actor import Actor, Message, NodeId, Reduced, Start, Vector, WorkerSpec
 from archipel.errors import Diverged, TrainingError
 from archipel.run.census import Census, Plan
+from archipel.run.codec import Codec
 from archipel.run.metrics import Recorder
 from archipel.run.node import Node
 from archipel.run.observer import Look, Observer
 from archipel.run.screening import Screen, ScreeningConfig
+from archipel.run.wire import Coder
 from archipel.sim import stages
 from archipel.sim.collectives import Collectives
 from archipel.sim.deadlock import who_waits
@@ -62,6 +64,7 @@ class Simulator:
         pipeline: how the workers share the replicas' stages; None: each has a whole replica.
         faults: what goes wrong on purpose; None: nothing.
         screening: which updates are refused; None: none.
+        wire: the codec by which vectors travel.
         observers: are told of each event.
     """
 
@@ -81,6 +84,7 @@ class Simulator:
         pipeline: Pipeline | None = None,
         faults: Faults | None = None,
         screening: ScreeningConfig | None = None,
+        wire: Codec = "fp32",
         observers: Sequence[Observer] = (),
     ) -> None:
         rank = {actor.me: i for i, actor in enumerate(actors)}
@@ -104,7 +108,7 @@ class Simulator:
             peers=peers_of(actors),
             rank=rank,
         )
-        nodes = _nodes(actors, pipeline, numel, parameters, screening)
+        nodes = _nodes(actors, pipeline, numel, parameters, screening, wire)
         absent = dict.fromkeys(setting.faults.absent, 0.0)
         fault_rng = np.random.default_rng((seed, setting.faults.seed, 0xFA17))
         teams = Teams(pipeline, network, profile, setting.step_time_s, seed) if pipeline else None
@@ -265,7 +269,7 @@ class Simulator:
                         stages.arrives(engine, to, message)
                         return
                 elif isinstance(message, Reduced):
-                    state.collectives.ends(to)
+                    state.nodes[to].coder.keep(state.collectives.ends(to))
                 engine.handle(to, message, sender)
             case Finish():
                 self._finish(event)
@@ -380,14 +384,17 @@ def _nodes(
     numel: int,
     parameters: int,
     screening: ScreeningConfig | None,
+    wire: Codec,
 ) -> dict[NodeId, Node]:
     """What is kept beside each actor."""
-    return {
-        actor.me: Node(
+    nodes = {}
+    for actor in actors:
+        count = pipeline.parameters_of(actor.me) if pipeline else parameters
+        nodes[actor.me] = Node(
             actor,
-            parameters=pipeline.parameters_of(actor.me) if pipeline else parameters,
+            parameters=count,
             numel=pipeline.numel_of(actor.me) if pipeline else numel,
             screen=Screen(screening) if screening else None,
+            coder=Coder(wire, count),
         )
-        for actor in actors
-    }
+    return nodes

@@ -6,7 +6,7 @@ what a collective costs (`network.py`), when it ends (`verbs.py`), and who is lo
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +14,8 @@ import torch
 from archipel import outer
 from archipel.actor import Group, NodeId, Reduced, Vector
 from archipel.errors import TrainingError
+from archipel.run.codec import Coded
+from archipel.run.wire import Coder
 
 
 @dataclass(eq=False, slots=True)  # frozen ones are three times as slow to make
@@ -24,8 +26,10 @@ class Contribution:
         group: the nodes that the member names, itself among them.
         vector: what it gives to the mean.
         round: the number of this mean.
-        share: the part of a model that the vector is; 1 is a whole model.
+        share: what the vector weighs on its way, in models.
         refused: its vector is not finite or absurdly large, and is left out of the mean.
+        difference: see `actor.Context.all_reduce`.
+        left: what rounding leaves over of its part in the mean under way; None: nothing is kept.
     """
 
     group: Group
@@ -33,6 +37,8 @@ class Contribution:
     round: int
     share: float = 1.0
     refused: bool = False
+    difference: bool = False
+    left: Vector | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -131,9 +137,10 @@ class Collectives:
             call.group = complete.group  # if one of these is lost, `leave` finds the others by it
             self.under_way[node] = call, number
 
-    def ends(self, member: NodeId) -> None:
-        """A member has got its mean."""
-        self.under_way.pop(member, None)
+    def ends(self, member: NodeId) -> Vector | None:
+        """A member has got its mean; what rounding has left over there, if anything is kept."""
+        call, _ = self.under_way.pop(member, (None, 0))
+        return call.left if call else None
 
     def leave(self, node: NodeId) -> list[int]:
         """A node is gone. If a mean was being computed with it, the others wait again, for a mean
@@ -166,10 +173,39 @@ class Collectives:
             self.waiting[member] = replace(call, group=without[id(call.group)])
 
 
-def reduced(complete: Complete) -> Reduced:
-    """The result of a collective, without the contributions that were refused."""
+def reduced(complete: Complete, coders: Sequence[Coder]) -> Reduced:
+    """The result of a collective, without the contributions that were refused. `coders`: of its
+    members, in their order; nothing is kept there yet.
+    """
     group, calls = complete.group, complete.calls
     refused = tuple(node for node, call in zip(group, calls, strict=True) if call.refused)
     given = [call.vector for call in calls if not call.refused]
-    mean = outer.mean(given) if given else torch.zeros_like(calls[0].vector)
+    for call in calls:
+        call.left = None  # of a mean that was under way and is void
+    if not given:
+        mean = torch.zeros_like(calls[0].vector)
+    elif coders[0].codes_sums(group, difference=calls[0].difference):
+        mean = _chain(calls, coders, len(given))
+    else:
+        mean = outer.mean(given)
     return Reduced(mean, group, calls[0].round, refused)
+
+
+def _chain(calls: Sequence[Contribution], coders: Sequence[Coder], given: int) -> Vector:
+    """The mean of those vectors that are not refused, rounded at each hop as it is where members
+    pass it on to each other (`live/all_reduce.py`).
+    """
+    total: Coded | None = None
+    last = len(calls) - 1
+    for place, (call, coder) in enumerate(zip(calls, coders, strict=True)):
+        if call.refused and place < last:
+            continue  # it passes on what has come
+        total, call.left = coder.pass_on(
+            total,
+            None if call.refused else call.vector,
+            coder.left_of_sums(len(call.vector)),
+            min(coder.parameters, len(call.vector)),
+            given if place == last else 1,
+        )
+    assert total is not None
+    return total.decode()

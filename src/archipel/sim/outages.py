@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from archipel.actor import Actor, Joined, Lost, Message, NodeId
+from archipel.actor import Actor, Joined, Lost, Message, NodeId, Vector
 
 News = tuple[NodeId, Message]
 """Somebody, and what is to be told."""
@@ -26,10 +26,17 @@ Peers = Mapping[NodeId, None]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Saved:
-    """What a node would restart from: its actor and, for a worker, what the trainer keeps of it."""
+    """What a node would restart from.
+
+    Attributes:
+        actor: its actor.
+        worker: for a worker, what the trainer keeps of it.
+        left: what rounding has left over; see `wire.Coder`.
+    """
 
     actor: Actor
     worker: Any
+    left: dict[str, Vector]
 
 
 @dataclass

@@ -58,7 +58,8 @@ def saved(engine: Engine, node: NodeId) -> Saved:
     if node in setting.step_time_s:
         busy = state.nodes[node].busy
         worker = state.outages.before[node] if busy else setting.trainer.state_of(node)
-    return Saved(copy.deepcopy(state.nodes[node].actor), worker)
+    kept = state.nodes[node]
+    return Saved(copy.deepcopy(kept.actor), worker, dict(kept.coder.left))
 
 
 def begin_anew(engine: Engine, worker: NodeId, error: str) -> None:
@@ -114,6 +115,7 @@ def _return(engine: Engine, node: NodeId) -> None:
         _lose(engine, node)
     if node in saves:
         state.nodes[node].actor = copy.deepcopy(saves[node].actor)
+        state.nodes[node].coder.left = dict(saves[node].left)
         if node in engine.setting.step_time_s:
             engine.setting.trainer.put(node, saves[node].worker)
     for observer in state.observers:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from archipel.actor import Group, Message, NodeId, Vector
+from archipel.actor import Group, Message, NodeId, Sent, Vector
 from archipel.errors import TrainingError, UserError
 from archipel.run import wire
 from archipel.sim import collectives, stages
@@ -52,26 +52,38 @@ class NodeContext:
 
     # Messages
 
-    def send(self, to: NodeId, message: Message) -> None:
+    def send(self, to: NodeId, message: Sent) -> Sent:
         engine, me = self.engine, self.me
         setting, state = engine.setting, engine.state
         if to not in setting.rank:
             kind = type(message).__name__
             raise TrainingError(f"{me} sent {kind} to {to}, and there is no such node")
-        weight = wire.weight(message, state.nodes[me].numel)
-        post(engine, Deliver(to, message, me, setting.vector_bytes[me] * weight))
+        node = state.nodes[me]
+        coder = node.coder
+        weight = wire.weight(message, node.numel, coder.wire, coder.parameters)
+        arrives = message if coder.wire == "fp32" else coder.arrived(message)
+        post(engine, Deliver(to, arrives, me, setting.vector_bytes[me] * weight))
+        return arrives
 
     def all_reduce(
-        self, group: Group, vector: Vector, round: int = 0, share: float | None = None
+        self,
+        group: Group,
+        vector: Vector,
+        round: int = 0,
+        share: float | None = None,
+        *,
+        difference: bool = False,
     ) -> None:
         engine, state = self.engine, self.engine.state
         node = state.nodes[self.me]
         if share is None:
             share = wire.share(vector, node.numel)
+        if difference:
+            share *= wire.saving(vector, node.coder.wire, node.coder.parameters)
         refused = node.refuses([vector], self.me, state.now, state.recorder)
         complete = state.collectives.call(
             self.me,
-            Contribution(group, vector, round, share, refused),
+            Contribution(group, vector, round, share, refused, difference),
             state.outages.lost,
             again=state.outages.begun,
         )
@@ -128,7 +140,8 @@ class NodeContext:
 def reduce(engine: Engine, complete: Complete) -> None:
     """A collective starts: plan the arrival of its mean at all members."""
     setting, state = engine.setting, engine.state
-    group, reduced = complete.group, collectives.reduced(complete)
+    group = complete.group
+    reduced = collectives.reduced(complete, [state.nodes[node].coder for node in group])
     size_bytes = setting.vector_bytes[group[0]] * complete.calls[0].share
     cost = setting.network.all_reduce(group, size_bytes)
     end_s = setting.faults.collective_end_s(group, state.now, cost.seconds)
