@@ -96,15 +96,8 @@ class Host:
         # The vectors that come are read-only, and nobody writes to a message's vectors.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         torch.set_num_threads(1)
-        actor = unpack(setup.actor, lambda: _weights(setup) if weights is None else weights)
-        screen = Screen(setup.screening) if setup.screening else None
-        self.node = Node(
-            actor,
-            parameters=setup.parameters,
-            screen=screen,
-            coder=Coder(setup.wire, setup.parameters),
-        )
-        self.setup, self.me = setup, actor.me
+        self.node = _node_of(setup, weights)
+        self.setup, self.me = setup, self.actor.me
         self.mailbox: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[BadLoss | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # held while something is handled
@@ -378,6 +371,14 @@ class Host:
         copy = self.marks.add(mark, model.clone(), count)
         self.compute.evaluate(copy, self.compute.integers)
         return copy.numbers[-1]
+
+
+def _node_of(setup: HostSetup, weights: Sequence[Vector] | None) -> Node:
+    """The actor as it is at first, and what goes with it."""
+    actor = unpack(setup.actor, lambda: _weights(setup) if weights is None else weights)
+    screen = Screen(setup.screening) if setup.screening else None
+    coder = Coder(setup.wire, setup.parameters)
+    return Node(actor, parameters=setup.parameters, screen=screen, coder=coder)
 
 
 def _weights(setup: HostSetup) -> Sequence[Vector]:
