@@ -181,15 +181,27 @@ def test_gpus_take_as_many_workers_as_the_fraction_allows() -> None:
 # The five methods
 
 
-@pytest.mark.parametrize("method", ["sync_sgd", "diloco", "noloco"])
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    [
+        ("sync_sgd", "fp32"),
+        ("diloco", "fp32"),
+        ("noloco", "fp32"),
+        ("diloco", "int8"),
+        ("noloco", "int4"),
+    ],
+)
 def test_synchronous_methods_take_home_the_simulators_weights(
-    method: str, ray: None, pool: Pool, tmp_path: Path
+    method: str, codec: str, ray: None, pool: Pool, tmp_path: Path
 ) -> None:
-    chosen = recipe(method)
+    chosen = recipe(method, wire=codec)
     summary = live.launch(chosen, tmp_path / "live")
     modelled = simulation.simulate(chosen, pool, tmp_path / "simulated")
-    for key in ("inner_steps", "outer_steps", "tokens", "stopped", "settings", "workers"):
+    for key in ("inner_steps", "outer_steps", "tokens", "stopped", "settings", "workers", "wire"):
         assert summary[key] == modelled[key]
+    # What really crosses, and what is modelled, both in models. Some more is sent after the end.
+    crossed = summary["sent_bytes"] / (4 * pool.replica.layout.numel)
+    assert crossed == pytest.approx(modelled["sent_bytes"] / PROFILE["model_bytes"], rel=0.1)
     ours, theirs = (
         load_file(tmp_path / name / "weights.safetensors") for name in ("live", "simulated")
     )

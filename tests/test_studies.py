@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archipel import report, simulation, studies
+from archipel import methods, report, simulation, studies
 from archipel.actor import NodeId
 from archipel.errors import Diverged, UserError
 from archipel.methods import noloco
-from archipel.studies import noloco_routing, noloco_spread, noloco_stability
+from archipel.run.codec import CODECS
+from archipel.studies import noloco_routing, noloco_spread, noloco_stability, wire_codecs
 from archipel.theory.moments import Setting
 from archipel.train.task import Schedule
 
@@ -159,3 +160,36 @@ def test_changes_are_of_pairs_with_one_seed() -> None:
         "Without an outer step, random routes change the spread by -15.0 ± 7.1 % and the replicas' "
         "own perplexity by +1.0 ± 1.4 %."
     )
+
+
+@pytest.mark.slow
+def test_codecs_are_compared_for_every_method(tmp_path: Path) -> None:
+    """A short run; the full one is in docs/decisions.md."""
+    findings = wire_codecs.run(tmp_path / "out", studies.Settings(steps=640, seeds=1))
+    rows = {(row[0], row[1]): row for row in findings.rows}
+    assert len(rows) == 4 * len(methods.names())
+    for name in methods.names():
+        slow = [float(rows[name, codec][-1].removesuffix(" GB")) for codec in CODECS]
+        assert slow == sorted(slow, reverse=True)
+        assert slow[-1] < 0.55 * slow[0]
+    assert "One seed says nothing about chance." in findings.finding
+    assert findings.plots[0].is_file()
+
+
+def test_what_a_codec_changes_is_of_pairs_with_one_seed() -> None:
+    def run(loss: float, time_s: float) -> report.Result:
+        evals = [
+            {"time_s": 0.0, "loss": 6.0},
+            {"time_s": time_s / 2, "loss": 4.0},
+            {"time_s": time_s, "loss": loss},
+        ]
+        return report.Result(Path(), {"final_loss": loss, "slow_link_bytes": 2e9}, evals)
+
+    runs = {("m", codec): [run(2.0, 20.0), run(3.0, 20.0)] for codec in CODECS}
+    runs["m", "int8"] = [run(2.1, 10.0), run(2.9, 10.0)]
+    assert wire_codecs.changes("m", "int8", runs) == pytest.approx([0.1, -0.1])
+    # The worst run ends at 3: on the line from 4 to 2 half way, on that to 3 at its end.
+    assert wire_codecs.times_s("m", "fp32", runs) == pytest.approx([15.0, 20.0])
+    assert wire_codecs.rows("m", runs)[2] == [
+        "m", "int8", "2.500 ± 0.566", "+0.0000 ± 0.1414", "9 ± 1 s", "2.03 ± 0.09", "2 GB"
+    ]  # fmt: skip

@@ -429,7 +429,7 @@ def test_a_run_says_how_its_vectors_travelled(codec: Codec, tmp_path: Path) -> N
     summary = simulation.simulate(recipe, None, tmp_path / "run")
     assert summary["wire"] == codec
     headline = report.headline([report.load(tmp_path / "run")])
-    assert (f"wire {codec}" in headline) == (codec != "fp32")
+    assert (f" Wire: {codec}. 1 seed." in headline) == (codec != "fp32")
     sent_bytes = summary["sent_bytes"] / recipe.profile.model_bytes  # type: ignore[union-attr]
     rounds = summary["outer_steps"]
     assert sent_bytes == pytest.approx(rounds * 2 * 15 * OF_AN_ENTRY[codec] / 4, rel=1e-6)

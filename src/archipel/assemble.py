@@ -161,11 +161,6 @@ def check_saved_by_tokens(every: Every | None, recipe: Recipe, tokens_per_step: 
         )
 
 
-def rounded(recipe: Recipe) -> str:
-    """What a report says of the rounding of what travels; nothing where there is none."""
-    return "" if recipe.wire == "fp32" else f", rounded on their way (wire {recipe.wire})"
-
-
 def no_tokens(recipe: Recipe) -> str:
     """Why a recipe cannot be counted in tokens."""
     name = recipe.task.name

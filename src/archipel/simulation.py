@@ -29,7 +29,6 @@ from archipel.assemble import (
     check_saved_by_tokens,
     pipeline_of,
     planned_steps,
-    rounded,
 )
 from archipel.checkpoint import Every
 from archipel.encoding import Surroundings
@@ -366,13 +365,12 @@ def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         task=pool.task if pool else None,
         layout=pool.replica.layout if pool else None,
         integers=pool.integers() if pool else {},
-        real=f"gradients of {pool.task.description}{rounded(recipe)}"
+        real=f"gradients of {pool.task.description}"
         if pool
         else "nothing: no gradients (task none)",
         modelled=f"the clock and the bytes: topology {recipe.topology.name}, "
         f"profile {profile.name} ({profile.model_bytes:,} bytes a model, "
         f"{profile.step_time_s * 1e3:.6g} ms an inner step at full speed)"
-        + (f", wire {recipe.wire}" if recipe.wire != "fp32" else "")
         + in_stages(recipe)
         + (f", {_faults(len(faults))} planned on purpose" if recipe.faults is not None else ""),
         clock="modelled",

@@ -26,7 +26,7 @@ import torch
 
 from archipel import rundir
 from archipel.actor import NodeId, Vector
-from archipel.assemble import check_saved_by_tokens, rounded
+from archipel.assemble import check_saved_by_tokens
 from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.beginning import meetings_of, start
@@ -230,7 +230,6 @@ def _leave(
     profile, used = recipe.profile, set(watch.fleet.places.values())
     assert profile is not None
     real = f"gradients of {parts.task.description}" if parts.task else "no gradients (task none)"
-    real += rounded(recipe)
     pace = (
         f"the pace: an inner step takes at least {profile.step_time_s * 1e3:.6g} ms ÷ its worker's "
         f"speed (profile {profile.name}, topology {recipe.topology.name})"

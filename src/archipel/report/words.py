@@ -21,14 +21,18 @@ FEW = 4
 
 
 def headline(runs: Sequence[Result]) -> str:
-    """The first line of a report: what is real, what is modelled, and how many seeds there are."""
+    """The first line of a report: what is real, what is modelled, how vectors travel if not all as
+    fp32, and how many seeds there are.
+    """
     real = [run.summary["real"] or "nothing was trained (task none)" for run in runs]
     modelled = [run.summary["modelled"] for run in runs if run.summary["modelled"]] or ["nothing"]
     said = [
         "; ".join(text.replace(": ", " – ", 1) for text in dict.fromkeys(texts))
         for texts in (real, modelled)
     ]
-    return f"Real: {said[0]}. Modelled: {said[1]}. {_seeds(runs)}."
+    wires = list(dict.fromkeys(run.summary.get("wire", "fp32") for run in runs))
+    wire = "" if wires == ["fp32"] else f" Wire: {', '.join(wires)}."
+    return f"Real: {said[0]}. Modelled: {said[1]}.{wire} {_seeds(runs)}."
 
 
 def changes(runs: Iterable[Result]) -> list[str]:
