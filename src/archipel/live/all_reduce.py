@@ -12,18 +12,30 @@ The leader says who takes part, because it may know of a newcomer that the other
 
 If a member is lost, those who have not got their mean begin again, without it:
 
-- An *attempt* has the number of losses that its leader had been told of. Everybody is told of all
-  losses in one order, so a higher number is later news: whoever has seen a later attempt takes no
-  part in an earlier one, and whoever has not been told of so many yet waits until it has.
+- An *attempt* has the number of losses that its leader had been told of, and how often the leader
+  has begun again since. Everybody is told of all losses in one order, so a higher number is later
+  news: whoever has seen a later attempt takes no part in an earlier one, and whoever has not been
+  told of so many yet waits until it has.
 - Whoever has got its mean already takes no part in a later attempt, and gives all the others that
   mean. So an attempt either comes to its end with everybody in it, or ends with the mean that
   somebody has: there is one mean, whoever is lost.
 - Whoever waits asks the leader, for the leader may have got its mean and have nothing more to
   begin.
+
+A member that cannot be reached is still a member, and is waited for. What was on its way between
+the two is lost. If they follow each other in the group, then, when they reach each other again:
+
+- Whoever waits asks the leader to begin again, unless it has done so already: parts of a sum may
+  be lost.
+- The lower one asks the upper one for the whole mean: parts of it may be lost.
+
+Whoever has its mean and not from the one above, or sees that the leader begins again, gives it to
+the one below. So if the last of the group has a mean, all get it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -37,6 +49,11 @@ CHUNK = 1 << 20
 """Entries of a vector that travel in one message."""
 
 
+Attempt = tuple[int, int]
+"""How many losses its leader knew of, and how often it had begun again with those."""
+NONE: Attempt = (-1, 0)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Sum(Message):
     """Up the group: the sum of one chunk over all members before the receiver, without the vectors
@@ -45,7 +62,7 @@ class Sum(Message):
 
     group: Group
     round: int
-    attempt: int
+    attempt: Attempt
     chunk: int
     total: Vector
     refused: Group
@@ -57,7 +74,7 @@ class Mean(Message):
 
     group: Group
     round: int
-    attempt: int
+    attempt: Attempt
     chunk: int
     mean: Vector
     refused: Group
@@ -71,7 +88,22 @@ class MeanQuery(Message):
     round: int
 
 
-AllReduceMessage = Sum | Mean | MeanQuery
+@dataclass(frozen=True, eq=False, slots=True)
+class Again(Message):
+    """To the leader, after a cut: something of this attempt, or of one before it, is lost."""
+
+    round: int
+    attempt: Attempt
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MeanFromAbove(Message):
+    """To the next one up the group, after a cut: something of the mean may be lost."""
+
+    round: int
+
+
+AllReduceMessage = Sum | Mean | MeanQuery | Again | MeanFromAbove
 
 
 @dataclass
@@ -83,18 +115,26 @@ class Waiting:
         mine: the chunks of this node's vector.
         refused: this node's vector is left out of the mean.
         since_s: when this node called for the mean.
-        attempt: the latest attempt that this node has taken part in; -1: none.
+        attempt: the latest attempt that this node has taken part in; NONE: none.
+        latest: who takes part in it.
         means: chunks of the mean that have come, by attempt and number.
         asking: members that have asked for this mean and have had no answer.
+        given: somebody else than the next one up has sent some of the mean.
+        again: something of this attempt may be lost; NONE: nothing is.
+        below: who has asked for the whole mean since the latest attempt began.
     """
 
     group: Group
     mine: tuple[Tensor, ...]
     refused: bool
     since_s: float
-    attempt: int = -1
-    means: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    attempt: Attempt = NONE
+    latest: Group = ()
+    means: dict[Attempt, dict[int, Tensor]] = field(default_factory=dict)
     asking: dict[NodeId, None] = field(default_factory=dict)
+    given: bool = False
+    again: Attempt = NONE
+    below: NodeId | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +143,7 @@ class LastMean:
 
     group: Group
     round: int
-    attempt: int
+    attempt: Attempt
     chunks: tuple[Tensor, ...]
     refused: Group
 
@@ -176,6 +216,13 @@ class AllReduces:
                 self._settle(self.outcome, (sender,))
             case MeanQuery(round=round) if call := self.waiting.get(round):
                 call.asking[sender] = None
+            case MeanFromAbove(round=round) if self.outcome and self.outcome.round == round:
+                self._settle(self.outcome, (sender,))
+            case MeanFromAbove(round=round) if call := self.waiting.get(round):
+                call.below = sender
+            case Again(round=round, attempt=attempt) if call := self.waiting.get(round):
+                if call.group[0] == self.me and NONE < call.attempt <= attempt:
+                    self._begin(round, call)
 
     def lost(self, node: NodeId) -> None:
         self.losses += 1
@@ -196,6 +243,24 @@ class AllReduces:
         for message in self.held.pop(node, []):
             self.send(node, message)
 
+    def mended(self, node: NodeId) -> None:
+        """A member can be reached again. What was on its way between us is lost."""
+        for round, call in list(self.waiting.items()):
+            leader, groups = call.group[0], (call.group, call.latest)
+            above = any(_follows(group, node, self.me) for group in groups)
+            if above or any(_follows(group, self.me, node) for group in groups):
+                call.again = call.attempt
+            if above:
+                self._send(node, MeanFromAbove(round))
+            if call.again > NONE:
+                if leader == self.me:
+                    self._begin(round, call)
+                else:
+                    self._send(leader, Again(round, call.again))
+            if self.losses:  # somebody may have given me its mean
+                for other in {leader, node} - {self.me}:
+                    self._send(other, MeanQuery(round))
+
     def waits_for(self) -> str | None:
         """In which all-reduce this node waits, and for whom; None: in none."""
         for round, call in self.waiting.items():
@@ -210,7 +275,9 @@ class AllReduces:
     # Up
 
     def _begin(self, round: int, call: Waiting) -> None:
-        call.attempt, call.means = self.losses, {}
+        losses, times = call.attempt
+        call.attempt = self.losses, times + 1 if losses == self.losses else 0
+        call.latest, call.means, call.again, call.below = call.group, {}, NONE, None
         for number, mine in enumerate(call.mine):
             total, refused = (torch.zeros_like(mine), (self.me,)) if call.refused else (mine, ())
             self._pass_up(call, Sum(call.group, round, call.attempt, number, total, refused))
@@ -222,7 +289,7 @@ class AllReduces:
 
     def _add(self, message: Sum) -> None:
         outcome, call = self.outcome, self.waiting.get(message.round)
-        if message.attempt > self.losses:
+        if message.attempt[0] > self.losses:
             # Its leader knows of a loss that I have not been told of. If I passed it on now, it
             # might go to a node that is lost, and be lost with it.
             self.early.append(message)
@@ -233,12 +300,16 @@ class AllReduces:
             and message.attempt > outcome.attempt
         ):
             self.outcome = replace(outcome, attempt=message.attempt)  # once an attempt
-            self._settle(outcome, tuple(node for node in message.group if node != self.me))
+            if message.attempt[0] == outcome.attempt[0]:
+                self._give_down(outcome)
+            else:
+                self._settle(outcome, tuple(node for node in message.group if node != self.me))
         elif call is None or message.group[0] != call.group[0]:
             self.early.append(message)
         elif message.attempt >= call.attempt:
             if message.attempt > call.attempt:
-                call.attempt, call.means = message.attempt, {}
+                call.attempt, call.latest, call.means = message.attempt, message.group, {}
+                call.again, call.below = NONE, None
             if call.refused:
                 self._pass_up(call, replace(message, refused=(*message.refused, self.me)))
             else:
@@ -261,7 +332,9 @@ class AllReduces:
     # Down
 
     def _take(self, call: Waiting, message: Mean) -> None:
-        if not message.settled:
+        if message.settled:
+            call.given = True
+        else:
             if message.attempt != call.attempt:
                 return
             if place := message.group.index(self.me):
@@ -280,10 +353,20 @@ class AllReduces:
                 message.group, message.round, message.attempt, chunks, message.refused
             )
             self._settle(self.outcome, tuple(call.asking))
+            if call.given:
+                self._give_down(self.outcome)
+            elif call.below is not None:
+                self._settle(self.outcome, (call.below,))
             self.finish(
                 Reduced(torch.cat(chunks), message.group, message.round, message.refused),
                 call.since_s,
             )
+
+    def _give_down(self, outcome: LastMean) -> None:
+        """Give the mean to the next one below, if there is one."""
+        if self.me in outcome.group and (place := outcome.group.index(self.me)):
+            below = [node for node in outcome.group[:place] if node not in self.gone]
+            self._settle(outcome, tuple(below[-1:]))
 
     def _settle(self, outcome: LastMean, others: Group) -> None:
         """Give others the mean that this node has got."""
@@ -307,3 +390,8 @@ class AllReduces:
             self.held.setdefault(to, []).append(message)
         else:
             self.send(to, message)
+
+
+def _follows(group: Group, a: NodeId, b: NodeId) -> bool:
+    """Whether `a` is the next one up from `b` in a group."""
+    return any(pair == (b, a) for pair in itertools.pairwise(group))

@@ -52,7 +52,7 @@ class RayHost:
 
     def __init__(self, method: str, setup: bytes, line: LineSetup) -> None:
         methods.load(method)  # so that what it defines can be unpickled
-        self.host = Host(pickle.loads(setup), self._post)
+        self.host = Host(pickle.loads(setup), self._post, self._forget)
         self.line_setup = line
         self.line: Line | None = None
 
@@ -67,6 +67,7 @@ class RayHost:
     def run(self, clock_s: float, peers: dict[NodeId, Address | None]) -> Record:
         assert self.line is not None
         self.line.know(peers)
+        self.line.begin_beat()
         return self.host.run(clock_s)
 
     @ray.method(concurrency_group="news")
@@ -113,6 +114,10 @@ class RayHost:
         assert self.line is not None
         self.line.post(to, envelope)
 
+    def _forget(self, to: NodeId) -> None:
+        assert self.line is not None
+        self.line.forget(to)
+
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class RayFollower:
@@ -155,9 +160,7 @@ def make_host(recipe: Recipe, setup: HostSetup, machine: Machine, keys: Keys) ->
 def line_of(recipe: Recipe, machine: Machine, keys: Keys) -> LineSetup:
     """What a host on a machine needs to be reached by the others."""
     first, last = recipe.live.ports or (0, -1)
-    # A peer that is gone is found by its silence towards the command, and all are told of it. Only
-    # a link that is gone is found by this.
-    return LineSetup(keys, machine.address, range(first, last + 1), 2 * recipe.live.deadline_s)
+    return LineSetup(keys, machine.address, range(first, last + 1), recipe.live.deadline_s)
 
 
 def make_followers(

@@ -108,6 +108,7 @@ class Transport:
 
     Attributes:
         address: where others reach this host.
+        ended: it is closed.
 
     Raises:
         UserError: none of the ports is free, or the host's name is not this machine's.
@@ -134,7 +135,7 @@ class Transport:
         self.strangers: dict[asyncio.Task[bool], None] = {}  # the oldest first
         self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
         self.refused = self.closed_wire_bytes = 0
-        self.closed = False
+        self.closed, self.ended = False, threading.Event()
         listener = sockets.listen(host, ports, MOST_STRANGERS)
         self.address = Address(host, listener.getsockname()[1])
         self.listeners = [listener, *sockets.listen_locally(self._local_name(self.address))]
@@ -180,6 +181,7 @@ class Transport:
         if wait_s:
             self._ask(self._drain(wait_s))
         self.closed = True
+        self.ended.set()
         with contextlib.suppress(RuntimeError):  # it did not begin
             self._ask(self._end())
         self.loop.call_soon_threadsafe(self.loop.stop)
