@@ -178,7 +178,10 @@ def make_watch(
     recipe = parts.recipe
     folder = folder_of(directory)
     setups = make_setups(parts, folder if every else None, saved.number, resume=saved.saves > 0)
-    fleet, health = Fleet(recipe, _places(recipe, setups, address)), Health(recipe.live.deadline_s)
+    fleet, health = (
+        Fleet(recipe, _places(recipe, setups, address)),
+        Health(recipe.live.deadline_s, cut_s=recipe.live.cut_s),
+    )
     recorder = Recorder(evaluations=list(saved.evaluations), restarted=dict(saved.bad_losses))
     census = Census(parts.plan)
     for evaluation in saved.evaluations:  # totals go on from the last of them
@@ -224,6 +227,7 @@ def _leave(
     taken = course.take_home()
     recorder = merged([record.recorder for record in records], taken.time_s)
     recorder.evaluations = course.evaluations.recorder.evaluations
+    recorder.outages = course.evaluations.recorder.outages
     recorder.restarted = dict(
         Counter(watch.restarts.counts) + Counter(course.evaluations.recorder.restarted)
     )

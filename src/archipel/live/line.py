@@ -24,7 +24,7 @@ from archipel.transport.transport import Transport
 SHOWN_BYTES = 1_000_000
 """Smaller messages on their way are not shown."""
 
-BEATS = 8
+BEATS = 12
 """Peers are hailed so often in the time after which one that has taken nothing is cut off."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from archipel.actor import NodeId
@@ -20,7 +20,8 @@ from archipel.live.cluster import listed, machines, place
 from archipel.live.course import Course
 from archipel.live.fleet import Died, Fleet, Reply
 from archipel.live.health import Health, Now
-from archipel.live.protocol import BadLoss, HostSetup, Mark, Ready, Status
+from archipel.live.notices import Notices
+from archipel.live.protocol import BadLoss, HostSetup, Mark, News, Ready, Status
 from archipel.live.restarts import Restarts
 from archipel.live.saves import SaveSchedule, WatchState, save_watch
 from archipel.recipe import Recipe
@@ -51,7 +52,7 @@ class Watch:
         saved: what it has saved last.
         address: address of the cluster; None: a private one.
         started_s: when the run started, on this process's clock; None: it has not.
-        warned: nodes whose refused updates the user has been warned of.
+        notices: what the user is told meanwhile.
     """
 
     recipe: Recipe
@@ -67,7 +68,9 @@ class Watch:
     saved: WatchState
     address: str | None
     started_s: float | None = None
-    warned: set[NodeId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.notices = Notices(self.course.evaluations.recorder, self.health)
 
     @property
     def now(self) -> float:
@@ -136,13 +139,9 @@ class Watch:
             if isinstance(status := reply.value, Status):  # else its run says so too
                 self.health.hear(reply.node, status, self.now)
                 self.course.evaluations.hear(reply.node, status.first_mark, status.marks)
-                for sender in status.refused.keys() - self.warned:
-                    warnings.warn(
-                        f"{reply.node} refuses an update of {sender}: not finite, or absurdly "
-                        "large",
-                        stacklevel=2,
-                    )
-                self.warned |= status.refused.keys()
+                self.notices.hear(reply.node, status)
+        if self.notices.look(self.now):
+            self.course.leave_rehearsal()
 
     def _take(self, reply: Reply) -> None:
         """A call has come back: a host's run, which only ends so early if something is wrong; or
@@ -158,10 +157,10 @@ class Watch:
                 raise error
             case "connect", Ready() as ready:
                 self.hear_ready(node, ready)
-                self.fleet.tell_others(self.restarts.join(node))
+                self._tell_others(self.restarts.join(node))
                 self._let_run(node)
             case "begin_again", _:
-                self.fleet.tell_others(self.restarts.join(node))
+                self._tell_others(self.restarts.join(node))
             case "next_event", event:
                 self.fleet.call(node, "next_event")
                 if event is not None:
@@ -232,7 +231,11 @@ class Watch:
         warnings.warn(
             f"{why}; it is started again (live.max_restarts = {self.restarts.most})", stacklevel=2
         )
-        if (news := self.restarts.lose(node, process=True)) is not None:
+        self._tell_others(self.restarts.lose(node, process=True))
+
+    def _tell_others(self, news: News | None) -> None:
+        if news is not None:
+            self.notices.tell(news, self.now)
             self.fleet.tell_others(news)
 
     def drop(self, node: NodeId) -> None:
@@ -252,8 +255,7 @@ class Watch:
         self.course.census.bad_loss(node, f"{bad.text}, after {self.now:.1f} s")
         self.course.evaluations.recorder.restarts(node, bad.text, self.now)
         self.course.leave_rehearsal()
-        if (news := self.restarts.lose(node, process=False)) is not None:
-            self.fleet.tell_others(news)
+        self._tell_others(self.restarts.lose(node, process=False))
         self.fleet.call(node, "begin_again", self.restarts.begin_life(node))
 
     def _restart_lost(self) -> None:

@@ -245,7 +245,7 @@ class Transport:
     async def _look(self) -> None:
         """Give up what has not moved for too long, at both ends."""
         while True:
-            await asyncio.sleep(min(1.0, self.deadline_s / 4))
+            await asyncio.sleep(min(1.0, self.deadline_s / 8))
             now_s = self.loop.time()
             for lane in self.lanes.values():
                 still_s = now_s - lane.moved_s
