@@ -76,7 +76,7 @@ class LiveNetwork:
         return f"{self.network.address('home')}:{PORT}"
 
     def _start(self, region: str, *options: str) -> None:
-        log = (self.folder / f"{region}.log").open("wb")
+        log = self.stack.enter_context((self.folder / f"{region}.log").open("wb"))
         node = self.network.popen(
             region,
             [
@@ -114,8 +114,8 @@ class LiveNetwork:
             "home",
             [*command, "--address", self.address, "--out", str(out)],
             env=self.environment,
-            stdout=(self.folder / f"{name}.out").open("wb"),
-            stderr=(self.folder / f"{name}.err").open("wb"),
+            stdout=self.stack.enter_context((self.folder / f"{name}.out").open("wb")),
+            stderr=self.stack.enter_context((self.folder / f"{name}.err").open("wb")),
         )
         run = LiveRun(process, out, self.folder / f"{name}.err")
         self.stack.callback(run.end)

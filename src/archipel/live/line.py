@@ -56,6 +56,7 @@ class Line:
 
     Attributes:
         peers: where each other node is reached; None: it is lost, and nothing is sent to it.
+        off: nodes that cannot be reached on purpose.
 
     Raises:
         UserError: none of the ports is free.
@@ -70,6 +71,7 @@ class Line:
     ) -> None:
         self.me, self.to_host, self.deadline_s = me, tell, setup.deadline_s
         self.peers: dict[NodeId, Address | None] = {}
+        self.off: frozenset[NodeId] = frozenset()
         self.transport = Transport(
             setup.keys,
             setup.machine,
@@ -82,6 +84,7 @@ class Line:
     def know(self, peers: Mapping[NodeId, Address | None]) -> None:
         """Where the peers were a moment ago. What `tell` has said of one of them is newer."""
         self.peers = {**peers, **self.peers}
+        self.cut(self.off)
 
     def begin_beat(self) -> None:
         """From now on the host is told when to hail its peers."""
@@ -96,6 +99,13 @@ class Line:
         before, self.peers[node] = self.peers.get(node), address
         if before is not None:
             self.transport.forget(before)
+        self.cut(self.off)
+
+    def cut(self, off: frozenset[NodeId]) -> None:
+        """From now on these nodes cannot be reached, on purpose, and all others can."""
+        self.off = off
+        addresses = (self.peers.get(node) for node in off)
+        self.transport.block(frozenset(address for address in addresses if address is not None))
 
     def post(self, to: NodeId, envelope: Envelope) -> None:
         """Send an envelope. Its vectors must not change any more.

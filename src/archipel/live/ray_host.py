@@ -6,7 +6,9 @@ calls to hosts that have not come back (`fleet.py`), and whether hosts are alive
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,6 +83,17 @@ class RayHost:
         if self.line is not None:  # else `run` will say it
             self.line.tell(news.node, address)
         self.host.tell(news)
+
+    @ray.method(concurrency_group="news")
+    def cut(self, off: frozenset[NodeId]) -> None:
+        """These nodes cannot be reached from now on, on purpose."""
+        if self.line is not None:
+            self.line.cut(off)
+
+    @ray.method(concurrency_group="status")
+    def die(self) -> None:
+        """Be killed, on purpose."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     # In the same group as `tell`: what it says of others must not overtake the news of them.
     @ray.method(concurrency_group="news")

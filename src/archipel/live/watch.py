@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from archipel.actor import NodeId
-from archipel.errors import TrainingError, UserError
-from archipel.live.cluster import listed, machines, place
+from archipel.errors import TrainingError
+from archipel.live.cluster import listed
 from archipel.live.course import Course
 from archipel.live.fleet import Died, Fleet, Reply
 from archipel.live.health import Health, Now
 from archipel.live.notices import Notices
+from archipel.live.on_purpose import OnPurpose
 from archipel.live.protocol import BadLoss, HostSetup, Mark, News, Ready, Status
 from archipel.live.restarts import Restarts
 from archipel.live.saves import SaveSchedule, WatchState, save_watch
@@ -47,6 +48,7 @@ class Watch:
         course: how far the run is.
         schedule: when all are saved.
         restarts: which hosts are lost, and how often each was started again.
+        on_purpose: what goes wrong on purpose.
         progress: told about once a second how things stand.
         folder: where the watch saves what no host knows.
         saved: what it has saved last.
@@ -63,6 +65,7 @@ class Watch:
     course: Course
     schedule: SaveSchedule
     restarts: Restarts
+    on_purpose: OnPurpose
     progress: Callable[[Now], None]
     folder: Path
     saved: WatchState
@@ -106,6 +109,8 @@ class Watch:
             ):
                 self._take(reply)
             self.ask(self.fleet.waiting("run"))
+            for node in self.on_purpose.act(self.now):
+                self._lose(node, f"{node} leaves, on purpose")
             self._restart_lost()
             self.progress(self.now_report())
             self.course.begin_reached()
@@ -169,6 +174,7 @@ class Watch:
     def hear_ready(self, node: NodeId, ready: Ready) -> None:
         """A host can run."""
         self.fleet.addresses[node] = ready.address
+        self.on_purpose.tell(node)
         for text in ready.said:
             warnings.warn(text, stacklevel=2)
 
@@ -225,13 +231,15 @@ class Watch:
         self.course.leave_rehearsal()
         self.drop(node)
         again = self.restarts.counts.get(node, 0)
-        if not self.restarts.may_restart(node) or self.recipe.pipeline.stages > 1:
+        purpose = node in self.on_purpose.away
+        may_restart = self.restarts.may_restart(node) and self.recipe.pipeline.stages == 1
+        if not purpose and not may_restart:
             times = f"; it has been started again {again} times (live.max_restarts)"
             raise TrainingError(f"{why}{times if again else ''}")
-        warnings.warn(
-            f"{why}; it is started again (live.max_restarts = {self.restarts.most})", stacklevel=2
-        )
-        self._tell_others(self.restarts.lose(node, process=True))
+        returns, most = self.on_purpose.returns(node), self.restarts.most
+        then = f"it is started again (live.max_restarts = {most})" if returns else "it stays away"
+        warnings.warn(f"{why}; {then}{', on purpose' * purpose}", stacklevel=2)
+        self._tell_others(self.restarts.lose(node, process=True, returns=returns))
 
     def _tell_others(self, news: News | None) -> None:
         if news is not None:
@@ -262,16 +270,10 @@ class Watch:
         """Start those again that have a machine to run on: their own, or another one of their
         region.
         """
-        if not self.restarts.without_process:
-            return
-        found = machines()
         workers = [node for node, setup in self.setups.items() if setup.shard is not None]
-        gpus = self.recipe.live.gpu_fraction * self.recipe.live.processes
         for node in list(self.restarts.without_process):
-            own = [machine for machine in found if machine.id == self.fleet.places[node].id]
-            try:
-                self.fleet.places |= place([node], workers, own or found, gpus, self.address)
-            except UserError:  # there is none now
+            away = self.on_purpose.is_away(node, self.now)
+            if away or not self.fleet.find_machine(node, workers, self.address):
                 continue
             setup = replace(
                 self.setups[node],
@@ -289,22 +291,21 @@ class Watch:
         Raises:
             TrainingError: all do.
         """
-        for node in self.silent():
-            self._lose(node, self.death(node, None))
+        for node in self.fleet.waiting("run"):
+            if self.health.silence_s(node, self.now) > self.deadline_s:
+                self._lose(node, self.death(node, None))
         starting = self.fleet.waiting("connect")
         for node in starting:
             if self.health.silence_s(node, self.now) > START_S:
                 who = self.fleet.describe(node)
                 self._lose(node, f"{who} did not start within {START_S:g} s")
         running = self.fleet.waiting("run")
-        if not starting and all(node in self.health.statuses for node in running):
-            without = list(self.restarts.without_process)
+        waits = starting or self.on_purpose.waits(self.now)
+        if not waits and all(node in self.health.statuses for node in running):
+            away = self.on_purpose.away
+            without = [node for node in self.restarts.without_process if node not in away]
             if (text := self.health.standstill(self.now, without)) is not None:
                 raise TrainingError(text)
-
-    def silent(self) -> list[NodeId]:
-        running, now = self.fleet.waiting("run"), self.now
-        return [node for node in running if self.health.silence_s(node, now) > self.deadline_s]
 
     def death(self, node: NodeId, error: Died | None) -> str:
         """Who has died, or, without an `error`, fallen silent; and its last words."""

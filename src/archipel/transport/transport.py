@@ -131,6 +131,7 @@ class Transport:
         self.run = hashlib.sha256(keys.certificate).hexdigest()
         self.for_strangers, self.for_peers = keys.context(server=True), keys.context(server=False)
         self.lanes: dict[Address, Lane] = {}
+        self.blocked: frozenset[Address] = frozenset()
         self.inlets: dict[bytes, Inlet] = {}
         self.strangers: dict[asyncio.Task[bool], None] = {}  # the oldest first
         self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
@@ -165,6 +166,10 @@ class Transport:
     def forget(self, to: Address) -> None:
         """Give up all that is on its way to a host that is lost; `failed` is not told."""
         self.loop.call_soon_threadsafe(self._forget, to)
+
+    def block(self, addresses: frozenset[Address]) -> None:
+        """From now on nothing gets to these hosts, on purpose. What is on its way waits."""
+        self.loop.call_soon_threadsafe(self._block, addresses)
 
     def transfers(self) -> list[Transfer]:
         """The messages on their way, those to each receiver in the order of sending."""
@@ -242,6 +247,13 @@ class Transport:
         if lane := self.lanes.get(to):
             lane.give_up()
 
+    def _block(self, addresses: frozenset[Address]) -> None:
+        self.blocked = addresses
+        for address in addresses:
+            if lane := self.lanes.get(address):
+                for stream in list(lane.carriers):
+                    stream.transport.abort()
+
     async def _look(self) -> None:
         """Give up what has not moved for too long, at both ends."""
         while True:
@@ -289,6 +301,8 @@ class Transport:
         Raises:
             OSError: it cannot be opened.
         """
+        if lane.address in self.blocked:
+            raise ConnectionError("the link is cut on purpose")
         begin = partial(SendingStream, lane, self._gone)
         async with asyncio.timeout(CONNECT_S):
             if lane.local:
