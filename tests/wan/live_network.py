@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +105,23 @@ class LiveNetwork:
             node.kill()
             node.wait()
 
-    def launch(self, recipe: dict[str, Any], name: str = "run") -> LiveRun:
-        """Begin a run; its directory is in a folder of that name."""
+    def hosts(self, region: str) -> list[int]:
+        """The processes of the hosts in a region that run now."""
+        found = []
+        for pid in self.network.processes(region):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::RayHost"):
+                    found.append(pid)
+        return sorted(found)
+
+    def launch(self, recipe: dict[str, Any], name: str = "run", *options: str) -> LiveRun:
+        """Begin a run, with more `options`; its directory is in a folder of that name."""
         path, out = self.folder / f"{name}.yaml", self.folder / name
         path.write_text(yaml.safe_dump(recipe))
         command = [sys.executable, "-m", "archipel.cli", "launch", str(path), "--insecure"]
         process = self.network.popen(
             "home",
-            [*command, "--address", self.address, "--out", str(out)],
+            [*command, "--address", self.address, "--out", str(out), *options],
             env=self.environment,
             stdout=self.stack.enter_context((self.folder / f"{name}.out").open("wb")),
             stderr=self.stack.enter_context((self.folder / f"{name}.err").open("wb")),
