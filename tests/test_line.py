@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -155,6 +156,19 @@ def test_the_host_is_told_of_a_peer_to_which_nothing_gets_unless_it_is_lost(
     end.line.tell(B, None)
     end.line._failed(address, "it has taken nothing for 60 s")
     assert end.told == [CutOff(B)]
+
+
+def test_the_host_is_told_to_hail_its_peers_until_the_line_ends(
+    ends: Callable[[NodeId], End],
+) -> None:
+    end = ends(A)
+    end.line.deadline_s = 0.01
+    end.line.begin_beat()
+    until_s = time.monotonic() + 30
+    while len(end.told) < 3:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert set(end.told) == {Beat()}
 
 
 def test_the_message_that_takes_longest_is_shown(
