@@ -27,8 +27,8 @@ check: $(INSTALLED) ## Lint, formatting and types
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 
-wan: $(INSTALLED) ## Test the transport on slow links between network namespaces; needs root and iproute2
-	.venv/bin/python -m pytest tests/wan --durations=10 -rs
+wan: $(INSTALLED) ## Test transport and live runs on slow links between network namespaces; needs root and iproute2
+	ARCHIPEL_LONG=1 .venv/bin/python -m pytest tests/wan --durations=10 -rs
 
 bench: $(INSTALLED) ## Measure speed
 	.venv/bin/python bench/bench.py

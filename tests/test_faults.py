@@ -900,12 +900,6 @@ def test_a_model_in_stages_has_no_faults_yet() -> None:
         recipe("diloco", pipeline={"stages": 2})
 
 
-def test_a_live_run_makes_no_faults() -> None:
-    live = pytest.importorskip("archipel.live.launch")
-    with pytest.raises(UserError, match=r"^faults: `archipel launch` makes none on purpose"):
-        live.launch(recipe("diloco", CRASH), Path("nowhere"))
-
-
 def test_a_fault_counts_as_one_that_happened_if_it_began_before_the_end(tmp_path: Path) -> None:
     """The run ends after 100 s: of the faults at 10, 99, 100 and 5000 s two have happened."""
     schedule = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -17,6 +18,7 @@ from archipel.errors import TrainingError
 from archipel.live.line import Line, LineSetup
 from archipel.live.mail import Envelope, contents, pack, unpack
 from archipel.live.protocol import UnderWay
+from archipel.live.reach import Beat, CutOff
 from archipel.parameter_server import Delta, Model
 from archipel.transport.frames import Address
 from archipel.transport.keys import Keys
@@ -72,9 +74,9 @@ class End:
 
     def __init__(self, node: NodeId) -> None:
         self.came: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        self.failures: list[TrainingError] = []
+        self.told: list[CutOff | Beat] = []
         setup = LineSetup(KEYS, "127.0.0.1", (), 60.0)
-        self.line = Line(node, setup, self.came.put, self.failures.append)
+        self.line = Line(node, setup, self.came.put, self.told.append)
         self.address = self.line.transport.address
 
     def next(self) -> Envelope:
@@ -144,18 +146,29 @@ def test_a_stranger_to_the_method_is_named(ends: Callable[[NodeId], End]) -> Non
         ends(A).line.post(C, envelope(Delta(torch.zeros(1), 1)))
 
 
-def test_a_link_that_is_gone_is_named_unless_the_peer_is_lost(
+def test_the_host_is_told_of_a_peer_to_which_nothing_gets_unless_it_is_lost(
     ends: Callable[[NodeId], End],
 ) -> None:
     end, address = ends(A), Address("192.0.2.1", 9)
     end.line.know({B: address, C: None})
     end.line._failed(address, "it has taken nothing for 60 s")
-    assert [str(error) for error in end.failures] == [
-        "east/a cannot reach west/b: it has taken nothing for 60 s"
-    ]
+    assert end.told == [CutOff(B)]
     end.line.tell(B, None)
     end.line._failed(address, "it has taken nothing for 60 s")
-    assert len(end.failures) == 1
+    assert end.told == [CutOff(B)]
+
+
+def test_the_host_is_told_to_hail_its_peers_until_the_line_ends(
+    ends: Callable[[NodeId], End],
+) -> None:
+    end = ends(A)
+    end.line.deadline_s = 0.01
+    end.line.begin_beat()
+    until_s = time.monotonic() + 30
+    while len(end.told) < 3:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert set(end.told) == {Beat()}
 
 
 def test_the_message_that_takes_longest_is_shown(

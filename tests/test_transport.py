@@ -291,6 +291,29 @@ def test_what_does_not_move_is_given_up_as_a_whole_and_later_ones_get_through(ma
     assert first.failures.empty()
 
 
+@pytest.mark.parametrize("deadline_s", [60.0, 0.5])
+def test_a_link_that_is_cut_on_purpose_carries_nothing_until_it_is_mended(
+    make: Make, deadline_s: float
+) -> None:
+    """What was on its way comes then, unless the deadline has passed."""
+    first, second = make(Host, deadline_s=deadline_s), make(Host)
+    first.send(second.address, [b"before"])
+    assert second.came.get(timeout=WAIT_S)[1] == [b"before"]
+    first.transport.block(frozenset([second.address]))
+    first.send(second.address, [b"while it is cut"])
+    if deadline_s < 60:
+        address, why = first.failures.get(timeout=WAIT_S)
+        assert address == second.address
+        assert why.endswith("the last trouble: the link is cut on purpose")
+        first.send(second.address, [b"after"])
+    else:
+        with pytest.raises(queue.Empty):
+            second.came.get(timeout=0.3)
+    first.transport.block(frozenset())
+    expected = b"while it is cut" if deadline_s == 60 else b"after"
+    assert second.came.get(timeout=WAIT_S)[1] == [expected]
+
+
 def test_what_a_sender_has_given_up_does_not_come_half(make: Make) -> None:
     """The receiver has a part of it, forgets that, and takes what the sender sends next."""
     first, second = make(Host, deadline_s=0.5, streams=1), make(Host)

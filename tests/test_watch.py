@@ -25,6 +25,7 @@ from archipel.live.health import Health
 from archipel.live.home import Home
 from archipel.live.mail import Envelope, Inbox
 from archipel.live.marks import COPIES, Marks
+from archipel.live.notices import Notices
 from archipel.live.protocol import Mark, Membership, News, Status, UnderWay
 from archipel.live.restarts import Restarts
 from archipel.live.saves import SaveSchedule
@@ -182,6 +183,46 @@ def test_all_stand_still_if_nobody_has_done_anything_for_the_deadline() -> None:
         "nothing has happened for 5 s (live.deadline_s): west/c is lost, and no machine of region "
         "'west' is there; east/a waits for better times; east/b waits for better times"
     )
+
+
+def test_who_cannot_reach_somebody_does_not_stand_still_but_for_long() -> None:
+    health = Health(5.0, cut_s=100.0)
+    health.hear(A, status(quiet_s=60.0, cut_off=(C,)), 1.0)
+    health.hear(C, status(quiet_s=60.0), 1.0)
+    assert health.standstill(1.0, []) is None
+    assert health.standstill(4.0, []) is not None  # C has been silent for a while: it may be dead
+    health.hear(A, status(quiet_s=101.0, cut_off=(C,)), 1.0)
+    health.hear(C, status(quiet_s=101.0), 1.0)
+    assert health.standstill(1.0, []) == (
+        "nothing has happened for 100 s (live.cut_s): east/a waits for better times; "
+        "west/c waits for better times"
+    )
+
+
+def test_the_user_is_told_once_of_a_cut_and_of_its_end() -> None:
+    health, recorder = Health(60.0), Recorder()
+    notices = Notices(recorder, health)
+    for node, off in ((A, (C,)), (B, (C,)), (C, (A,))):
+        health.hear(node, status(cut_off=off), 1.0)
+    with pytest.warns(UserWarning, match=r"^east/a cannot reach west/c any more, and the command"):
+        assert notices.look(1.0)
+    assert notices.look(2.0)
+    for node in (A, B, C):
+        health.hear(node, status(), 3.0)
+    with pytest.warns(UserWarning, match=r"^east and west reach each other again, after 8.0 s$"):
+        assert not notices.look(9.0)
+    assert [(outage.time_s, outage.what, outage.who) for outage in recorder.outages] == [
+        (1.0, "cut", "east – west"),
+        (9.0, "mended", "east – west"),
+    ]
+
+
+def test_the_status_line_says_who_cannot_reach_whom() -> None:
+    health = Health(60.0)
+    health.hear(A, status(doing="waits; it cannot reach west/c", cut_off=(C,)), 1.0)
+    health.hear(C, status(), 1.0)
+    now = health.report(50, Plan(steps=200), 2.0, [A], starting=[], without_machine=[])
+    assert now.late == "east/a waits; it cannot reach west/c"
 
 
 def test_a_host_that_evaluates_does_not_stand_still() -> None:

@@ -23,7 +23,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -353,6 +353,7 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "faults_planned": ended.faults_planned,
         "faults_happened": ended.faults_happened,
         "restarts": {str(node): count for node, count in sorted(recorder.restarted.items())},
+        "outages": [asdict(outage) for outage in recorder.outages],
         "workers": len(workers),
         "real": ended.real,
         "modelled": ended.modelled,

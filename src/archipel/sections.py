@@ -100,6 +100,12 @@ class LiveConfig(Strict):
         gt=0,
         description="a node that shows no life or no progress for this long is taken for lost",
     )
+    cut_s: float = Field(
+        3600.0,
+        gt=0,
+        description="a run ends if nothing happens for this long because nodes cannot reach each "
+        "other",
+    )
     ports: list[Port] | None = Field(
         None,
         min_length=2,

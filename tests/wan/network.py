@@ -116,6 +116,10 @@ class Network:
         shown = self._in(source, "ip", "-s", "-j", "link", "show", self._device(source, target))
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
+    def processes(self, region: str) -> list[int]:
+        """What runs in a region."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace(region)).split()]
+
     def set_up(self, a: str, b: str, *, up: bool) -> None:
         """Cut the link between two regions, or mend it."""
         for source, target in ((a, b), (b, a)):
@@ -160,7 +164,7 @@ class Network:
     def _add_route(self, source: str, target: str) -> None:
         route = f"{self.address(target)}/32 dev {self._device(source, target)}"
         route += f" src {self.address(source)} congctl {self.congestion}"
-        self._in(source, "ip", "route", "add", *route.split())
+        self._in(source, "ip", "route", "replace", *route.split())
 
     def _carry(self, names: list[str], link: Link, seed: int) -> None:
         script = Path(__file__).with_name("slow_link.py")

@@ -18,18 +18,30 @@ The leader says who takes part, because it may know of a newcomer that the other
 
 If a member is lost, those who have not got their mean begin again, without it:
 
-- An *attempt* has the number of losses that its leader had been told of. Everybody is told of all
-  losses in one order, so a higher number is later news: whoever has seen a later attempt takes no
-  part in an earlier one, and whoever has not been told of so many yet waits until it has.
+- An *attempt* has the number of losses that its leader had been told of, and how often the leader
+  has begun again since. Everybody is told of all losses in one order, so a higher number is later
+  news: whoever has seen a later attempt takes no part in an earlier one, and whoever has not been
+  told of so many yet waits until it has.
 - Whoever has got its mean already takes no part in a later attempt, and gives all the others that
   mean. So an attempt either comes to its end with everybody in it, or ends with the mean that
   somebody has: there is one mean, whoever is lost.
 - Whoever waits asks the leader, for the leader may have got its mean and have nothing more to
   begin.
+
+A member that cannot be reached is still a member, and is waited for. What was on its way between
+the two is lost. If they follow each other in the chain, then, when they reach each other again:
+
+- Whoever waits asks the leader to begin again, unless it has done so already: parts of a sum may
+  be lost.
+- The lower one asks the upper one for the whole mean: parts of it may be lost.
+
+Whoever has its mean and not from the one above, or sees that the leader begins again, gives it to
+the one below. So if the last of the chain has a mean, all get it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -46,6 +58,11 @@ SMALLEST = SMALLEST_BYTES // BYTES_PER_ENTRY
 """Entries of the smallest part of a vector that travels in one message."""
 
 
+Attempt = tuple[int, int]
+"""How many losses its leader knew of, and how often it had begun again with those."""
+NONE: Attempt = (-1, 0)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Sum(Message):
     """Up the group: the sum of one chunk over all members before the receiver, without the vectors
@@ -54,7 +71,7 @@ class Sum(Message):
 
     group: Group
     round: int
-    attempt: int
+    attempt: Attempt
     chunk: int
     total: Vector | Coded
     refused: Group
@@ -66,7 +83,7 @@ class Mean(Message):
 
     group: Group
     round: int
-    attempt: int
+    attempt: Attempt
     chunk: int
     mean: Vector | Coded
     refused: Group
@@ -80,7 +97,22 @@ class MeanQuery(Message):
     round: int
 
 
-AllReduceMessage = Sum | Mean | MeanQuery
+@dataclass(frozen=True, eq=False, slots=True)
+class Again(Message):
+    """To the leader, after a cut: something of this attempt, or of one before it, is lost."""
+
+    round: int
+    attempt: Attempt
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MeanFromAbove(Message):
+    """To the next one up the group, after a cut: something of the mean may be lost."""
+
+    round: int
+
+
+AllReduceMessage = Sum | Mean | MeanQuery | Again | MeanFromAbove
 
 
 @dataclass
@@ -93,10 +125,14 @@ class Waiting:
         refused: this node's vector is left out of the mean.
         difference: the sums may travel in fewer bits.
         since_s: when this node called for the mean.
-        attempt: the latest attempt that this node has taken part in; -1: none.
+        attempt: the latest attempt that this node has taken part in; NONE: none.
+        latest: who takes part in it.
         means: chunks of the mean that have come, by attempt and number.
         left: what rounding leaves over at this node of each chunk, by attempt and number.
         asking: members that have asked for this mean and have had no answer.
+        given: somebody else than the next one up has sent some of the mean.
+        again: something of this attempt may be lost; NONE: nothing is.
+        below: who has asked for the whole mean since the latest attempt began.
     """
 
     group: Group
@@ -104,10 +140,14 @@ class Waiting:
     refused: bool
     difference: bool
     since_s: float
-    attempt: int = -1
-    means: dict[int, dict[int, Vector | Coded]] = field(default_factory=dict)
-    left: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    attempt: Attempt = NONE
+    latest: Group = ()
+    means: dict[Attempt, dict[int, Vector | Coded]] = field(default_factory=dict)
+    left: dict[Attempt, dict[int, Tensor]] = field(default_factory=dict)
     asking: dict[NodeId, None] = field(default_factory=dict)
+    given: bool = False
+    again: Attempt = NONE
+    below: NodeId | None = None
 
 
 @dataclass(frozen=True)
@@ -121,10 +161,10 @@ class LastMean:
 
     group: Group
     round: int
-    attempt: int
+    attempt: Attempt
     chunks: tuple[Vector | Coded, ...]
     refused: Group
-    answered: int
+    answered: Attempt
 
 
 @dataclass
@@ -207,6 +247,13 @@ class AllReduces:
                 self._settle(self.outcome, (sender,))
             case MeanQuery(round=round) if call := self.waiting.get(round):
                 call.asking[sender] = None
+            case MeanFromAbove(round=round) if self.outcome and self.outcome.round == round:
+                self._settle(self.outcome, (sender,))
+            case MeanFromAbove(round=round) if call := self.waiting.get(round):
+                call.below = sender
+            case Again(round=round, attempt=attempt) if call := self.waiting.get(round):
+                if call.group[0] == self.me and NONE < call.attempt <= attempt:
+                    self._begin(round, call)
 
     def lost(self, node: NodeId) -> None:
         self.losses += 1
@@ -227,6 +274,25 @@ class AllReduces:
         for message in self.held.pop(node, []):
             self.send(node, message)
 
+    def mended(self, node: NodeId) -> None:
+        """A member can be reached again. What was on its way between us is lost."""
+        for round, call in list(self.waiting.items()):
+            leader = call.group[0]
+            groups = [self.chain(group) for group in (call.group, call.latest) if group]
+            above = any(_follows(group, node, self.me) for group in groups)
+            if above or any(_follows(group, self.me, node) for group in groups):
+                call.again = call.attempt
+            if above:
+                self._send(node, MeanFromAbove(round))
+            if call.again > NONE:
+                if leader == self.me:
+                    self._begin(round, call)
+                else:
+                    self._send(leader, Again(round, call.again))
+            if self.losses:  # somebody may have given me its mean
+                for other in {leader, node} - {self.me}:
+                    self._send(other, MeanQuery(round))
+
     def waits_for(self) -> str | None:
         """In which all-reduce this node waits, and for whom; None: in none."""
         for round, call in self.waiting.items():
@@ -241,7 +307,9 @@ class AllReduces:
     # Up
 
     def _begin(self, round: int, call: Waiting) -> None:
-        call.attempt, call.means = self.losses, {}
+        losses, times = call.attempt
+        call.attempt = self.losses, times + 1 if losses == self.losses else 0
+        call.latest, call.means, call.again, call.below = call.group, {}, NONE, None
         for number, mine in enumerate(call.mine):
             nothing = Sum(call.group, round, call.attempt, number, torch.zeros_like(mine), ())
             self._pass_up(call, nothing, leads=True)
@@ -253,7 +321,7 @@ class AllReduces:
 
     def _add(self, message: Sum) -> None:
         outcome, call = self.outcome, self.waiting.get(message.round)
-        if message.attempt > self.losses:
+        if message.attempt[0] > self.losses:
             # Its leader knows of a loss that I have not been told of. If I passed it on now, it
             # might go to a node that is lost, and be lost with it.
             self.early.append(message)
@@ -264,12 +332,16 @@ class AllReduces:
             and message.attempt > outcome.answered
         ):
             self.outcome = replace(outcome, answered=message.attempt)  # once an attempt
-            self._settle(outcome, tuple(node for node in message.group if node != self.me))
+            if message.attempt[0] == outcome.answered[0]:
+                self._give_down(outcome)
+            else:
+                self._settle(outcome, tuple(node for node in message.group if node != self.me))
         elif call is None or message.group[0] != call.group[0]:
             self.early.append(message)
         elif message.attempt >= call.attempt:
             if message.attempt > call.attempt:
-                call.attempt, call.means = message.attempt, {}
+                call.attempt, call.latest, call.means = message.attempt, message.group, {}
+                call.again, call.below = NONE, None
             self._pass_up(call, message)
 
     def _pass_up(self, call: Waiting, message: Sum, *, leads: bool = False) -> None:
@@ -317,7 +389,9 @@ class AllReduces:
     # Down
 
     def _take(self, call: Waiting, message: Mean) -> None:
-        if not message.settled:
+        if message.settled:
+            call.given = True
+        else:
             if message.attempt != call.attempt:
                 return
             chain = self.chain(message.group)
@@ -345,6 +419,10 @@ class AllReduces:
                 answered=message.attempt,
             )
             self._settle(self.outcome, tuple(call.asking))
+            if call.given:
+                self._give_down(self.outcome)
+            elif call.below is not None:
+                self._settle(self.outcome, (call.below,))
             self.finish(
                 Reduced(
                     torch.cat([decoded(chunk) for chunk in chunks]),
@@ -354,6 +432,13 @@ class AllReduces:
                 ),
                 call.since_s,
             )
+
+    def _give_down(self, outcome: LastMean) -> None:
+        """Give the mean to the next one below, if there is one."""
+        if self.me in outcome.group:
+            chain = self.chain(outcome.group)
+            below = [node for node in chain[: chain.index(self.me)] if node not in self.gone]
+            self._settle(outcome, tuple(below[-1:]))
 
     def _settle(self, outcome: LastMean, others: Group) -> None:
         """Give others the mean that this node has got."""
@@ -377,3 +462,8 @@ class AllReduces:
             self.held.setdefault(to, []).append(message)
         else:
             self.send(to, message)
+
+
+def _follows(chain: Group, a: NodeId, b: NodeId) -> bool:
+    """Whether `a` is the next one up from `b` in a chain."""
+    return any(pair == (b, a) for pair in itertools.pairwise(chain))

@@ -21,7 +21,7 @@ import torch
 
 from archipel.actor import NodeId, Vector
 from archipel.errors import TrainingError, UserError
-from archipel.live.cluster import Machine
+from archipel.live.cluster import Machine, machines, place
 from archipel.live.meeting import Meeting
 from archipel.live.protocol import HostSetup, News
 from archipel.live.ray_host import make_followers, make_host
@@ -90,6 +90,19 @@ class Fleet:
     def make(self, node: NodeId, setup: HostSetup) -> None:
         """Start a host's process; `connect` makes it ready."""
         self.hosts[node] = make_host(self.recipe, setup, self.places[node], self.keys)
+
+    def find_machine(self, node: NodeId, workers: Sequence[NodeId], address: str | None) -> bool:
+        """Find a machine for a host that is to be started again: its own, or another one of its
+        region; whether there is one.
+        """
+        found, live = machines(), self.recipe.live
+        own = [machine for machine in found if machine.id == self.places[node].id]
+        gpus = live.gpu_fraction * live.processes
+        try:
+            self.places |= place([node], workers, own or found, gpus, address)
+        except UserError:
+            return False
+        return True
 
     def connect(self, setup: HostSetup, node: NodeId, meeting: Meeting | None) -> None:
         """Have a host be ready: it listens for mail, and meets those with whom it takes its inner

@@ -34,8 +34,8 @@ class Now:
         loss: mean of the workers' last training losses; None before the first.
         tokens_per_s: since the start; None where nothing is trained.
         idle: the part of its time in which each worker has not computed.
-        late: a host that is lost, or else the one that has been silent longest, and what it was
-            doing; None: all have done something just now.
+        late: a host that is lost, or else one that cannot reach another one, or else the one that
+            has been silent longest, and what it was doing; None: all have done something just now.
         under_way: the message that takes longest, between whom, and how far it is; None: none takes
             long.
     """
@@ -56,6 +56,7 @@ class Health:
 
     Attributes:
         deadline_s: longest time without an answer, and without anything that happens.
+        cut_s: the same for what happens, while nodes cannot reach each other.
         statuses: the last report of each host that runs.
         answered_s: when each host last answered, or was started.
         lost_s: when a host was last lost.
@@ -65,6 +66,7 @@ class Health:
     statuses: dict[NodeId, Status] = field(default_factory=dict)
     answered_s: dict[NodeId, float] = field(default_factory=dict)
     lost_s: float = 0.0
+    cut_s: float = 3600.0
 
     def hear(self, node: NodeId, status: Status, now_s: float) -> None:
         """A host has answered."""
@@ -117,15 +119,26 @@ class Health:
             without_machine: lost hosts that wait for a machine of their region.
         """
         quiet_s = [status.quiet_s for status in self.statuses.values()]
-        if min(quiet_s, default=now_s - self.lost_s) <= self.deadline_s:
+        limit_s, name = self.deadline_s, "live.deadline_s"
+        if self.cut_off(now_s):
+            limit_s, name = max(limit_s, self.cut_s), "live.cut_s"
+        if min(quiet_s, default=now_s - self.lost_s) <= limit_s:
             return None
         doing = [f"{node} is lost, and {_no_machine(node)}" for node in without_machine]
         doing += [f"{node} {status.doing}" for node, status in sorted(self.statuses.items())]
         more = f" and {len(doing) - SHOWN} more" if len(doing) > SHOWN else ""
-        return (
-            f"nothing has happened for {self.deadline_s:g} s (live.deadline_s): "
-            f"{'; '.join(doing[:SHOWN])}{more}"
-        )
+        return f"nothing has happened for {limit_s:g} s ({name}): {'; '.join(doing[:SHOWN])}{more}"
+
+    def cut_off(self, now_s: float) -> list[tuple[NodeId, NodeId]]:
+        """Who cannot reach whom, though both answer the command. One that has been silent for a
+        while may be dead, and that is no cut.
+        """
+        return [
+            (node, peer)
+            for node, status in self.statuses.items()
+            for peer in status.cut_off
+            if peer in self.statuses and self.silence_s(peer, now_s) < self.deadline_s / 2
+        ]
 
     def report(
         self,
@@ -152,7 +165,7 @@ class Health:
                 node: max(0.0, 1 - status.compute_s / status.time_s)
                 for node, status in there.items()
             },
-            late=self._late(starting, without_machine),
+            late=self._late(now_s, starting, without_machine),
             under_way=self._under_way(),
         )
 
@@ -170,11 +183,16 @@ class Health:
             rate = f"{8 * one.bytes_per_s / 1e6:.3g} Mbit/s, {left_s:.0f} s to go"
         return f"{node} → {one.to} {one.fraction:.0%}, {rate}"
 
-    def _late(self, starting: Iterable[NodeId], without_machine: Iterable[NodeId]) -> str | None:
+    def _late(
+        self, now_s: float, starting: Iterable[NodeId], without_machine: Iterable[NodeId]
+    ) -> str | None:
         for node in without_machine:
             return f"{node}, and {_no_machine(node)}"
         for node in starting:
             return f"{node} is being started again"
+        if cut := self.cut_off(now_s):
+            node, _ = max(cut, key=lambda pair: self.statuses[pair[0]].quiet_s)
+            return f"{node} {self.statuses[node].doing}"
         if not self.statuses:
             return None
         quiet_s, node = max((status.quiet_s, node) for node, status in self.statuses.items())

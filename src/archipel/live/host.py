@@ -50,6 +50,7 @@ from archipel.live.initial import OtherWeights, digest, initial_weights, unpack
 from archipel.live.mail import Envelope
 from archipel.live.marks import Marks
 from archipel.live.protocol import BadLoss, HostSetup, Mark, Membership, News, Record, Status
+from archipel.live.reach import Beat, CutOff, Hail
 from archipel.live.verbs import HostContext, Own
 from archipel.pyfile import place_of
 from archipel.run.node import Node
@@ -70,7 +71,7 @@ class Arrival:
     time_s: float
 
 
-Item = Arrival | Own | JobEnded | JobFailed | News | Membership
+Item = Arrival | Own | JobEnded | JobFailed | News | Membership | CutOff | Beat
 """What a host takes in, one at a time."""
 
 
@@ -81,6 +82,7 @@ class Host:
         setup: which node this is, and what it does.
         post: carries an envelope to a node; copies the vectors in it before it returns.
         weights: initial weights of each stage; None: made here from the seed, or `OtherWeights`.
+        forget: gives up all that is on its way to a node.
 
     Attributes:
         events: news for the watch: a loss that is not finite, or None when all marks have been
@@ -92,6 +94,7 @@ class Host:
         setup: HostSetup,
         post: Callable[[NodeId, Envelope], None],
         weights: Sequence[Vector] | None = None,
+        forget: Callable[[NodeId], None] = lambda node: None,
     ) -> None:
         # The vectors that come are read-only, and nobody writes to a message's vectors.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -101,7 +104,7 @@ class Host:
         self.mailbox: queue.SimpleQueue[Item | BaseException | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[BadLoss | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # held while something is handled
-        self.ctx = HostContext(self.node, setup, post, self.mailbox.put)
+        self.ctx = HostContext(self.node, setup, post, self.mailbox.put, forget)
         self.marks = Marks(setup.marks, waits_for_release=setup.waits_for_release)
         self.compute = Compute(self.me, setup, self.marks, self.mailbox.put, lambda: self.ctx.now)
         self.ctx.compute = self.compute
@@ -257,6 +260,8 @@ class Host:
                 self._begin_again(item)
             case _ if self.waits_for_life:
                 pass  # whatever it was, it has been lost with the earlier life
+            case Arrival(envelope=envelope) if envelope.kind is Hail:
+                self._hear(envelope)
             case Arrival(envelope=envelope, time_s=time_s):
                 for ready in self.ctx.inbox.accept(envelope):
                     self._open(ready, time_s)
@@ -268,21 +273,18 @@ class Host:
                 self._handle(message, self.me)
             case JobFailed(text=text):
                 self._fail(text)
-            case News():
+            case CutOff(node=node) if self.setup.pipeline is not None:
+                raise TrainingError(f"{self.me} cannot reach {node}, and stages need each other")
+            case News() | CutOff() | Beat():
                 self._hear(item)
 
-    def _hear(self, news: News) -> None:
-        node, known = news.node, news.node in self.actor.peers()
-        if news.life is None:
-            self.ctx.lose(node)
-            if known:
-                self._handle(Lost(node), self.me)
-            return
-        early = self.ctx.rejoin(node, news.life)
-        if known:
-            self._handle(Joined(node), self.me)
-        for envelope in early:
-            self._open(envelope, self.ctx.now)
+    def _hear(self, what: News | CutOff | Beat | Envelope) -> None:
+        for told in self.ctx.hear(what):
+            match told:
+                case Envelope():
+                    self._open(told, self.ctx.now)
+                case Lost(node=node) | Joined(node=node) if node in self.actor.peers():
+                    self._handle(told, self.me)
 
     def _open(self, envelope: Envelope, time_s: float) -> None:
         sender, size_bytes, message = envelope.sender, envelope.size_bytes, envelope.open()
@@ -349,6 +351,8 @@ class Host:
         for node in gone:
             if node in peers:
                 self._handle(Lost(node), self.me)
+        for node in self.ctx.cut_off:
+            self._handle(Lost(node, unreachable=True), self.me)
 
     # Marks
 
@@ -414,6 +418,7 @@ def snapshot_of(host: Host) -> Status:
         slow_link_bytes=recorder.slow_link_bytes,
         first_mark=0,
         marks=(),
+        cut_off=host.ctx.cut_off,
     )
 
 
@@ -438,7 +443,10 @@ def doing(host: Host) -> str:
         return f"trains since {host.ctx.now - since_s:.1f} s"
     if host.waits_for_life:
         return "waits until it can begin again after a loss that is not finite"
-    return host.ctx.reduces.waits_for() or f"waits for {host.actor.waits_for()}"
+    waits = host.ctx.reduces.waits_for() or f"waits for {host.actor.waits_for()}"
+    off = host.ctx.cut_off
+    more = f" and {len(off) - 1} more" if off[1:] else ""
+    return f"{waits}; it cannot reach {off[0]}{more}" if off else waits
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from archipel.live.evaluations import Evaluations
 from archipel.live.fleet import Fleet
 from archipel.live.health import Health, Now
 from archipel.live.home import Home
+from archipel.live.on_purpose import OnPurpose, deeds_of, faults_of
 from archipel.live.prepare import Parts, make_setups, prepare
 from archipel.live.protocol import HostSetup
 from archipel.live.restarts import Restarts
@@ -46,7 +47,6 @@ from archipel.recipe import Recipe
 from archipel.run.census import Census
 from archipel.run.metrics import Recorder, merged
 from archipel.rundir import CHECKPOINTS, INTERRUPTED, LIVE, Ended
-from archipel.sim.faults import FaultsConfig
 from archipel.train.task import NoTask
 from archipel.vector import largest
 
@@ -92,6 +92,7 @@ def launch(
     try:
         parts = prepare(recipe, resume=resume)
         check_saved_by_tokens(every, recipe, parts.plan.tokens_per_step)
+        faults_of(recipe, [actor.me for actor in parts.actors])  # wrong ones are said now
         with session(address):
             if address is not None and not insecure:
                 check_protected(machines())
@@ -126,11 +127,6 @@ def check_launch(recipe: Recipe, every: Every | None) -> None:
         raise UserError(
             f"live.processes = {processes}: a stage of a pipeline is one process; give processes = "
             "1 or stages = 1"
-        )
-    if recipe.faults is not None and recipe.faults != FaultsConfig():
-        raise UserError(
-            "faults: `archipel launch` makes none on purpose; `archipel run` does, on the virtual "
-            "clock"
         )
     if every is not None and stages > 1:
         raise UserError(
@@ -179,8 +175,9 @@ def make_watch(
     folder = folder_of(directory)
     setups = make_setups(parts, folder if every else None, saved.number, resume=saved.saves > 0)
     fleet = Fleet(recipe, _places(recipe, setups, address), parts.weights)
+    health = Health(recipe.live.deadline_s, cut_s=recipe.live.cut_s)
     recorder = Recorder(evaluations=list(saved.evaluations), restarted=dict(saved.bad_losses))
-    census, health = Census(parts.plan), Health(recipe.live.deadline_s)
+    census = Census(parts.plan)
     for evaluation in saved.evaluations:  # totals go on from the last of them
         recorder.sent_bytes = max(recorder.sent_bytes, evaluation.sent_bytes)
         recorder.slow_link_bytes = max(recorder.slow_link_bytes, evaluation.slow_link_bytes)
@@ -190,6 +187,7 @@ def make_watch(
     def fetch(node: NodeId, number: int) -> Vector:
         return fleet.fetch(node, number, recipe.live.deadline_s)
 
+    faults = faults_of(recipe, list(setups))
     home = Home(fetch, parts.replica, parts.pipeline, list(setups))
     evaluations = Evaluations(recorder)
     return Watch(
@@ -201,6 +199,7 @@ def make_watch(
         course=Course(parts.marks, census, health, evaluations, home, as_rehearsed=not saved.saves),
         schedule=SaveSchedule(every),
         restarts=Restarts(recipe.live.max_restarts, dict(saved.restarts)),
+        on_purpose=OnPurpose(fleet, deeds_of(faults, saved.time_s) if faults else []),
         progress=progress,
         folder=folder,
         saved=saved,
@@ -224,6 +223,7 @@ def _leave(
     taken = course.take_home()
     recorder = merged([record.recorder for record in records], taken.time_s)
     recorder.evaluations = course.evaluations.recorder.evaluations
+    recorder.outages = course.evaluations.recorder.outages
     recorder.restarted = dict(
         Counter(watch.restarts.counts) + Counter(course.evaluations.recorder.restarted)
     )
@@ -234,6 +234,8 @@ def _leave(
         f"the pace: an inner step takes at least {profile.step_time_s * 1e3:.6g} ms ÷ its worker's "
         f"speed (profile {profile.name}, topology {recipe.topology.name})"
     )
+    faults = faults_of(recipe, list(watch.setups))
+    planned = faults.faults if faults else ()
     ended = Ended(
         time_s=taken.time_s,
         inner_steps=taken.inner_steps,
@@ -252,5 +254,7 @@ def _leave(
         clock="measured",
         processes=len(recipe.topology.workers) * recipe.live.processes,
         taken_home_bytes=course.home.received_bytes,
+        faults_planned=len(planned),
+        faults_happened=sum(fault.at_s < taken.time_s for fault in planned),
     )
     return rundir.leave(directory, recipe, ended, stopped, time.perf_counter() - wall_s)

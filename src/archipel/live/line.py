@@ -8,6 +8,7 @@ are let in (`mail.py`), and who is lost (`watch.py`).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,12 +16,16 @@ from archipel.actor import NodeId
 from archipel.errors import TrainingError
 from archipel.live.mail import Envelope, pack, unpack
 from archipel.live.protocol import UnderWay
+from archipel.live.reach import Beat, CutOff
 from archipel.transport.frames import Address
 from archipel.transport.keys import Keys
 from archipel.transport.transport import Transport
 
 SHOWN_BYTES = 1_000_000
 """Smaller messages on their way are not shown."""
+
+BEATS = 12
+"""Peers are hailed so often in the time after which one that has taken nothing is cut off."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class LineSetup:
         keys: those of the run.
         machine: the address of the host's machine.
         ports: the host listens on one of these; empty: on any that is free.
-        deadline_s: a link over which no byte gets for so long is taken for gone.
+        deadline_s: a peer to which no byte gets for so long is cut off.
     """
 
     keys: Keys
@@ -47,10 +52,11 @@ class Line:
         me: the host's node.
         setup: how it is reached.
         deliver: takes each envelope that comes; called in a thread of the transport.
-        fail: is told of a peer that cannot be reached.
+        tell: takes what the host is to know: that a peer is cut off, and when to hail all peers.
 
     Attributes:
         peers: where each other node is reached; None: it is lost, and nothing is sent to it.
+        off: nodes that cannot be reached on purpose.
 
     Raises:
         UserError: none of the ports is free.
@@ -61,10 +67,11 @@ class Line:
         me: NodeId,
         setup: LineSetup,
         deliver: Callable[[Envelope], None],
-        fail: Callable[[TrainingError], None],
+        tell: Callable[[CutOff | Beat], None],
     ) -> None:
-        self.me, self.fail = me, fail
+        self.me, self.to_host, self.deadline_s = me, tell, setup.deadline_s
         self.peers: dict[NodeId, Address | None] = {}
+        self.off: frozenset[NodeId] = frozenset()
         self.transport = Transport(
             setup.keys,
             setup.machine,
@@ -77,12 +84,28 @@ class Line:
     def know(self, peers: Mapping[NodeId, Address | None]) -> None:
         """Where the peers were a moment ago. What `tell` has said of one of them is newer."""
         self.peers = {**peers, **self.peers}
+        self.cut(self.off)
+
+    def begin_beat(self) -> None:
+        """From now on the host is told when to hail its peers."""
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self.transport.ended.wait(self.deadline_s / BEATS):
+            self.to_host(Beat())
 
     def tell(self, node: NodeId, address: Address | None) -> None:
         """A node is there again, at `address`; or it is lost, and what is on its way to it too."""
         before, self.peers[node] = self.peers.get(node), address
         if before is not None:
             self.transport.forget(before)
+        self.cut(self.off)
+
+    def cut(self, off: frozenset[NodeId]) -> None:
+        """From now on these nodes cannot be reached, on purpose, and all others can."""
+        self.off = off
+        addresses = (self.peers.get(node) for node in off)
+        self.transport.block(frozenset(address for address in addresses if address is not None))
 
     def post(self, to: NodeId, envelope: Envelope) -> None:
         """Send an envelope. Its vectors must not change any more.
@@ -96,6 +119,11 @@ class Line:
             )
         if (address := self.peers[to]) is not None:
             self.transport.send(address, pack(envelope))
+
+    def forget(self, to: NodeId) -> None:
+        """Give up what is on its way to a node."""
+        if (address := self.peers.get(to)) is not None:
+            self.transport.forget(address)
 
     def under_way(self) -> tuple[bool, UnderWay | None]:
         """Whether anything from here moves; and the message that takes longest, if one is large."""
@@ -111,9 +139,9 @@ class Line:
 
     def _failed(self, address: Address, why: str) -> None:
         """Nothing gets through to a host any more. If that is not lost, the link to it is."""
-        for node, current in self.peers.items():
+        for node, current in list(self.peers.items()):
             if current == address:
-                self.fail(TrainingError(f"{self.me} cannot reach {node}: {why}"))
+                self.to_host(CutOff(node))
 
 
 def _left_s(one: UnderWay) -> float:

@@ -1,7 +1,7 @@
 """Messages between processes: what they travel in, and which of them are let in.
 
 What belongs here: envelopes, and the inbox that puts them in order. What does not: who carries them
-(`ray_host.py`), and who handles them (`host.py`).
+(`line.py`), which peers can be reached (`reach.py`), and who handles them (`host.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from archipel.actor import Message, NodeId
+from archipel.live.reach import Reach
 from archipel.run.codec import Coded
 
 
@@ -29,9 +30,11 @@ class Envelope:
         epoch: number of the run that it belongs to.
         lives: the sender's life that it comes from, and the receiver's life that it is meant for,
             as numbers; a node that is started again begins another life.
-        number: how many messages the sender had sent to this receiver before, in these lives.
+        number: how many messages the sender had sent to this receiver before, in these lives and
+            since they were last cut off from each other.
         sent_s: when it was sent, on the sender's clock.
         kind, contents: the message's class, and its fields.
+        cuts: how often the two have been cut off from each other in these lives; see `reach.py`.
     """
 
     sender: NodeId
@@ -41,6 +44,7 @@ class Envelope:
     sent_s: float
     kind: type[Message]
     contents: tuple[Any, ...]
+    cuts: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -101,6 +105,7 @@ class Inbox:
         gone: the nodes that are lost.
         expected: the number that each sender's next message has.
         early: messages that came before their turn, by sender, life and number.
+        reach: which senders are cut off, and how often each was; only what counts is let through.
     """
 
     epoch: int
@@ -109,6 +114,16 @@ class Inbox:
     gone: set[NodeId] = field(default_factory=set)
     expected: dict[NodeId, int] = field(default_factory=dict)
     early: dict[tuple[NodeId, int, int], Envelope] = field(default_factory=dict)
+    reach: Reach = field(default_factory=Reach)
+
+    def is_of_now(self, envelope: Envelope) -> bool:
+        """Its sender is not lost, and both mean the lives that they have now."""
+        sender = envelope.sender
+        return (
+            envelope.epoch == self.epoch
+            and envelope.lives == (self.lives.get(sender, 0), self.life)
+            and sender not in self.gone
+        )
 
     def accept(self, envelope: Envelope) -> list[Envelope]:
         """What can be handled now that `envelope` has come, in order; nothing if it is a stranger,
@@ -126,6 +141,8 @@ class Inbox:
             or (life == known and sender in self.gone)
         ):
             return []
+        if life == known and not self.reach.counts(sender, envelope.cuts):
+            return []
         if life == known and envelope.number < self.expected.get(sender, 0):
             return []
         self.early[sender, life, envelope.number] = envelope
@@ -142,7 +159,17 @@ class Inbox:
         self.gone.discard(node)
         self.lives[node] = life
         self.expected.pop(node, None)
+        self.reach.begin(node)
+        if node in self.reach.off:
+            self._forget(node, life)
         return self._ready(node)
+
+    def begin_anew(self, node: NodeId) -> None:
+        """It is cut off, or no longer: what it has sent before is lost, and the next one is the
+        first.
+        """
+        self._forget(node, self.lives.get(node, 0))
+        self.expected.pop(node, None)
 
     def _ready(self, sender: NodeId) -> list[Envelope]:
         life, number, ready = self.lives.get(sender, 0), self.expected.get(sender, 0), []

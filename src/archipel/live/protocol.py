@@ -240,6 +240,7 @@ class Status:
         first_mark: number of the first of `marks`.
         marks: those from that number on that it has reached.
         under_way: the message from here that takes longest; None: none takes long.
+        cut_off: peers that are there and that it cannot reach.
     """
 
     time_s: float
@@ -258,6 +259,7 @@ class Status:
     first_mark: int
     marks: tuple[Mark, ...]
     under_way: UnderWay | None = None
+    cut_off: Group = ()
 
 
 @dataclass(frozen=True)

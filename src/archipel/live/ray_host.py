@@ -6,7 +6,9 @@ calls to hosts that have not come back (`fleet.py`), and whether hosts are alive
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +43,11 @@ from archipel.train.sharded import ShardedReplica
 from archipel.train.task import make_task
 from archipel.transport.frames import Address
 from archipel.transport.keys import Keys
+
+CUT_IS_FOUND = 0.75
+"""A peer that has taken nothing for this part of the deadline is cut off. When it was hailed last,
+and when the transport looks, comes on top.
+"""
 
 
 @ray.remote(
@@ -80,7 +87,7 @@ class RayHost:
         pieces = [torch.from_numpy(np.concatenate(self.pieces[k])) for k in sorted(self.pieces)]
         self.pieces = {}
         try:
-            host = Host(self.setup, self._post, pieces or None)
+            host = Host(self.setup, self._post, pieces or None, self._forget)
         except OtherWeights:
             return NeedsWeights()
         with self.lock:
@@ -100,6 +107,7 @@ class RayHost:
     def run(self, clock_s: float, peers: dict[NodeId, Address | None]) -> Record:
         assert self.line is not None
         self.line.know(peers)
+        self.line.begin_beat()
         return self.host.run(clock_s)
 
     @ray.method(concurrency_group="news")
@@ -112,6 +120,17 @@ class RayHost:
                 self.early.append(news)
             else:
                 self.made.tell(news)
+
+    @ray.method(concurrency_group="news")
+    def cut(self, off: frozenset[NodeId]) -> None:
+        """These nodes cannot be reached from now on, on purpose."""
+        if self.line is not None:
+            self.line.cut(off)
+
+    @ray.method(concurrency_group="status")
+    def die(self) -> None:
+        """Be killed, on purpose."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     # In the same group as `tell`: what it says of others must not overtake the news of them.
     @ray.method(concurrency_group="news")
@@ -149,6 +168,10 @@ class RayHost:
     def _post(self, to: NodeId, envelope: Envelope) -> None:
         assert self.line is not None
         self.line.post(to, envelope)
+
+    def _forget(self, to: NodeId) -> None:
+        assert self.line is not None
+        self.line.forget(to)
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -192,9 +215,9 @@ def make_host(recipe: Recipe, setup: HostSetup, machine: Machine, keys: Keys) ->
 def line_of(recipe: Recipe, machine: Machine, keys: Keys) -> LineSetup:
     """What a host on a machine needs to be reached by the others."""
     first, last = recipe.live.ports or (0, -1)
-    # A peer that is gone is found by its silence towards the command, and all are told of it. Only
-    # a link that is gone is found by this.
-    return LineSetup(keys, machine.address, range(first, last + 1), 2 * recipe.live.deadline_s)
+    # Hosts must have found a cut before the watch finds that nothing happens for the deadline.
+    deadline_s = recipe.live.deadline_s * CUT_IS_FOUND
+    return LineSetup(keys, machine.address, range(first, last + 1), deadline_s)
 
 
 def make_followers(

@@ -44,14 +44,14 @@ class Restarts:
         """Its process may be started once more."""
         return self.counts.get(node, 0) < self.most
 
-    def lose(self, node: NodeId, *, process: bool) -> News | None:
-        """A host is lost, `process`: together with its process.
+    def lose(self, node: NodeId, *, process: bool, returns: bool = True) -> News | None:
+        """A host is lost, `process`: together with its process. `returns`: that is started again.
 
         Returns:
             What the others are told; None: they have been told of this loss already.
         """
         if process:
-            self.counts[node] = self.counts.get(node, 0) + 1
+            self.counts[node] = self.counts.get(node, 0) + returns
             self.without_process[node] = None
         if node in self.gone:
             return None

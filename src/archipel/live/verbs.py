@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from archipel.actor import Group, Message, NodeId, Reduced, Sent, Vector
+from archipel.actor import Group, Joined, Lost, Message, NodeId, Reduced, Sent, Vector
 from archipel.live.all_reduce import AllReduces
 from archipel.live.compute import Compute
 from archipel.live.mail import Envelope, Inbox, contents
-from archipel.live.protocol import HostSetup, Membership
+from archipel.live.protocol import HostSetup, Membership, News
+from archipel.live.reach import Beat, CutOff, Hail
 from archipel.run.metrics import Recorder
 from archipel.run.node import Node
 from archipel.run.wire import BYTES_PER_ENTRY
@@ -43,6 +44,7 @@ class HostContext:
         setup: which node this is, and what it does.
         post: carries an envelope to a node; copies the vectors in it before it returns.
         put: puts something into the host's queue.
+        forget: gives up all that is on its way to a node.
 
     Attributes:
         rng: random numbers of this node.
@@ -57,8 +59,10 @@ class HostContext:
         setup: HostSetup,
         post: Callable[[NodeId, Envelope], None],
         put: Callable[[Own], None],
+        forget: Callable[[NodeId], None],
     ) -> None:
-        self.node, self.me, self.post, self.put = node, node.actor.me, post, put
+        self.node, self.me = node, node.actor.me
+        self.post, self.put, self.forget = post, put, forget
         self.epoch = setup.epoch
         self.topology, self.vector_bytes = setup.topology, BYTES_PER_ENTRY * setup.parameters
         self.chains: dict[Group, Group] = {}
@@ -66,12 +70,13 @@ class HostContext:
         self.recorder = Recorder()
         self.started_s = time.perf_counter()
         self.compute: Compute
+        self.inbox = Inbox(self.epoch)
         self.begin_life(setup.membership)
 
     def begin_life(self, membership: Membership) -> None:
         """Forget all mail and all-reduces: those of an earlier life are lost."""
-        gone = set(membership.gone)
-        self.inbox = Inbox(self.epoch, membership.life, dict(membership.lives), gone)
+        gone, reach = set(membership.gone), self.inbox.reach.begin_all()
+        self.inbox = Inbox(self.epoch, membership.life, dict(membership.lives), gone, reach=reach)
         self.sent: dict[NodeId, int] = {}  # messages to each node in its life
         self.reduces = AllReduces(
             self.me,
@@ -90,17 +95,57 @@ class HostContext:
             self.chains = {group: routes.chain(self.topology, group, self.vector_bytes)}
         return self.chains[group]
 
-    def lose(self, node: NodeId) -> None:
-        """Nothing comes from `node` any more, and nothing is sent to it."""
-        self.inbox.lost(node)
-        self.reduces.lost(node)
+    # Who is there, and who can be reached
 
-    def rejoin(self, node: NodeId, life: int) -> list[Envelope]:
-        """`node` is there again; its messages that have come before this was known."""
-        early = self.inbox.joined(node, life)
-        self.sent.pop(node, None)
-        self.reduces.joined(node)
-        return early
+    @property
+    def cut_off(self) -> Group:
+        """The peers that are there and cannot be reached."""
+        return tuple(node for node in self.inbox.reach.off if node not in self.inbox.gone)
+
+    def hear(self, what: News | CutOff | Beat | Envelope) -> Iterator[Message | Envelope]:
+        """Take in news, or an envelope with a `Hail`: what the actor is to be told, and mail that
+        had come before the news. Each is to be handled before the next one is asked for.
+        """
+        reach = self.inbox.reach
+        match what:
+            case News(node=node, life=None):
+                self.inbox.lost(node)
+                self.reduces.lost(node)
+                yield Lost(node)
+            case News(node=node, life=int(life)):
+                early = self.inbox.joined(node, life)
+                self.sent.pop(node, None)
+                self.reduces.joined(node)
+                yield Lost(node, unreachable=True) if node in reach.off else Joined(node)
+                yield from early
+            case CutOff(node=node) if node not in reach.off and node not in self.inbox.gone:
+                yield from self._cut(node)
+                self.hail([node])
+            case Beat():
+                self.hail(self.node.actor.peers())
+            case Envelope(sender=sender, contents=(int(cuts),)) if self.inbox.is_of_now(what):
+                if not reach.is_news(sender, cuts):
+                    return
+                if sender not in reach.off:  # it has noticed a cut that I have not
+                    yield from self._cut(sender)
+                reach.mend(sender, cuts)
+                self.inbox.begin_anew(sender)
+                self.sent.pop(sender, None)
+                self.hail([sender])  # before any mail
+                self.reduces.mended(sender)
+                yield Joined(sender)
+
+    def _cut(self, node: NodeId) -> Iterator[Message]:
+        self.forget(node)  # nobody would let it in any more
+        self.inbox.reach.cut(node)
+        self.inbox.begin_anew(node)
+        yield Lost(node, unreachable=True)
+
+    def hail(self, peers: Iterable[NodeId]) -> None:
+        """Hail those of some peers that are there."""
+        for node in peers:
+            if node != self.me and node not in self.inbox.gone:
+                self.post(node, self._envelope(node, 0, Hail(self.inbox.reach.cuts.get(node, 0))))
 
     # The verbs
 
@@ -110,14 +155,18 @@ class HostContext:
 
     def send(self, to: NodeId, message: Sent) -> Sent:
         arrives = self.node.coder.arrived(message)
-        if to in self.inbox.gone:
+        if to in self.inbox.gone or to in self.inbox.reach.off:
             return arrives
         number = self.sent.get(to, 0)
         self.sent[to] = number + 1
-        lives, kind = (self.inbox.life, self.inbox.lives.get(to, 0)), type(message)
-        inside = contents(message, self.node.coder.pack(message).codes)
-        self.post(to, Envelope(self.me, self.epoch, lives, number, self.now, kind, inside))
+        self.post(to, self._envelope(to, number, message))
         return arrives
+
+    def _envelope(self, to: NodeId, number: int, message: Message) -> Envelope:
+        inbox, kind = self.inbox, type(message)
+        inside = contents(message, self.node.coder.pack(message).codes)
+        lives, cuts = (inbox.life, inbox.lives.get(to, 0)), inbox.reach.cuts.get(to, 0)
+        return Envelope(self.me, self.epoch, lives, number, self.now, kind, inside, cuts)
 
     def after(self, seconds: float, message: Message) -> None:
         own = Own(message, self.inbox.life)

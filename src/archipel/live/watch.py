@@ -11,16 +11,18 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from archipel.actor import NodeId
-from archipel.errors import TrainingError, UserError
-from archipel.live.cluster import listed, machines, place
+from archipel.errors import TrainingError
+from archipel.live.cluster import listed
 from archipel.live.course import Course
 from archipel.live.fleet import Died, Fleet, Reply
 from archipel.live.health import Health, Now
-from archipel.live.protocol import BadLoss, HostSetup, Mark, NeedsWeights, Ready, Status
+from archipel.live.notices import Notices
+from archipel.live.on_purpose import OnPurpose
+from archipel.live.protocol import BadLoss, HostSetup, Mark, NeedsWeights, News, Ready, Status
 from archipel.live.restarts import Restarts
 from archipel.live.saves import SaveSchedule, WatchState, save_watch
 from archipel.recipe import Recipe
@@ -46,12 +48,13 @@ class Watch:
         course: how far the run is.
         schedule: when all are saved.
         restarts: which hosts are lost, and how often each was started again.
+        on_purpose: what goes wrong on purpose.
         progress: told about once a second how things stand.
         folder: where the watch saves what no host knows.
         saved: what it has saved last.
         address: address of the cluster; None: a private one.
         started_s: when the run started, on this process's clock; None: it has not.
-        warned: nodes whose refused updates the user has been warned of.
+        notices: what the user is told meanwhile.
     """
 
     recipe: Recipe
@@ -62,12 +65,15 @@ class Watch:
     course: Course
     schedule: SaveSchedule
     restarts: Restarts
+    on_purpose: OnPurpose
     progress: Callable[[Now], None]
     folder: Path
     saved: WatchState
     address: str | None
     started_s: float | None = None
-    warned: set[NodeId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.notices = Notices(self.course.evaluations.recorder, self.health)
 
     @property
     def now(self) -> float:
@@ -103,6 +109,8 @@ class Watch:
             ):
                 self._take(reply)
             self.ask(self.fleet.waiting("run"))
+            for node in self.on_purpose.act(self.now):
+                self._lose(node, f"{node} leaves, on purpose")
             self._restart_lost()
             self.progress(self.now_report())
             self.course.begin_reached()
@@ -136,13 +144,9 @@ class Watch:
             if isinstance(status := reply.value, Status):  # else its run says so too
                 self.health.hear(reply.node, status, self.now)
                 self.course.evaluations.hear(reply.node, status.first_mark, status.marks)
-                for sender in status.refused.keys() - self.warned:
-                    warnings.warn(
-                        f"{reply.node} refuses an update of {sender}: not finite, or absurdly "
-                        "large",
-                        stacklevel=2,
-                    )
-                self.warned |= status.refused.keys()
+                self.notices.hear(reply.node, status)
+        if self.notices.look(self.now):
+            self.course.leave_rehearsal()
 
     def _take(self, reply: Reply) -> None:
         """A call has come back: a host's run, which only ends so early if something is wrong; or
@@ -158,12 +162,12 @@ class Watch:
                 raise error
             case "connect", Ready() as ready:
                 self.hear_ready(node, ready)
-                self.fleet.tell_others(self.restarts.join(node))
+                self._tell_others(self.restarts.join(node))
                 self._let_run(node)
             case "connect", NeedsWeights():
                 self.fleet.give_weights(node)
             case "begin_again", _:
-                self.fleet.tell_others(self.restarts.join(node))
+                self._tell_others(self.restarts.join(node))
             case "next_event", event:
                 self.fleet.call(node, "next_event")
                 if event is not None:
@@ -172,6 +176,7 @@ class Watch:
     def hear_ready(self, node: NodeId, ready: Ready) -> None:
         """A host can run."""
         self.fleet.addresses[node] = ready.address
+        self.on_purpose.tell(node)
         for text in ready.said:
             warnings.warn(text, stacklevel=2)
 
@@ -228,13 +233,19 @@ class Watch:
         self.course.leave_rehearsal()
         self.drop(node)
         again = self.restarts.counts.get(node, 0)
-        if not self.restarts.may_restart(node) or self.recipe.pipeline.stages > 1:
+        purpose = node in self.on_purpose.away
+        may_restart = self.restarts.may_restart(node) and self.recipe.pipeline.stages == 1
+        if not purpose and not may_restart:
             times = f"; it has been started again {again} times (live.max_restarts)"
             raise TrainingError(f"{why}{times if again else ''}")
-        warnings.warn(
-            f"{why}; it is started again (live.max_restarts = {self.restarts.most})", stacklevel=2
-        )
-        if (news := self.restarts.lose(node, process=True)) is not None:
+        returns, most = self.on_purpose.returns(node), self.restarts.most
+        then = f"it is started again (live.max_restarts = {most})" if returns else "it stays away"
+        warnings.warn(f"{why}; {then}{', on purpose' * purpose}", stacklevel=2)
+        self._tell_others(self.restarts.lose(node, process=True, returns=returns))
+
+    def _tell_others(self, news: News | None) -> None:
+        if news is not None:
+            self.notices.tell(news, self.now)
             self.fleet.tell_others(news)
 
     def drop(self, node: NodeId) -> None:
@@ -254,24 +265,17 @@ class Watch:
         self.course.census.bad_loss(node, f"{bad.text}, after {self.now:.1f} s")
         self.course.evaluations.recorder.restarts(node, bad.text, self.now)
         self.course.leave_rehearsal()
-        if (news := self.restarts.lose(node, process=False)) is not None:
-            self.fleet.tell_others(news)
+        self._tell_others(self.restarts.lose(node, process=False))
         self.fleet.call(node, "begin_again", self.restarts.begin_life(node))
 
     def _restart_lost(self) -> None:
         """Start those again that have a machine to run on: their own, or another one of their
         region.
         """
-        if not self.restarts.without_process:
-            return
-        found = machines()
         workers = [node for node, setup in self.setups.items() if setup.shard is not None]
-        gpus = self.recipe.live.gpu_fraction * self.recipe.live.processes
         for node in list(self.restarts.without_process):
-            own = [machine for machine in found if machine.id == self.fleet.places[node].id]
-            try:
-                self.fleet.places |= place([node], workers, own or found, gpus, self.address)
-            except UserError:  # there is none now
+            away = self.on_purpose.is_away(node, self.now)
+            if away or not self.fleet.find_machine(node, workers, self.address):
                 continue
             setup = replace(
                 self.setups[node],
@@ -289,22 +293,21 @@ class Watch:
         Raises:
             TrainingError: all do.
         """
-        for node in self.silent():
-            self._lose(node, self.death(node, None))
+        for node in self.fleet.waiting("run"):
+            if self.health.silence_s(node, self.now) > self.deadline_s:
+                self._lose(node, self.death(node, None))
         starting = self.fleet.waiting("connect")
         for node in starting:
             if self.health.silence_s(node, self.now) > START_S:
                 who = self.fleet.describe(node)
                 self._lose(node, f"{who} did not start within {START_S:g} s")
         running = self.fleet.waiting("run")
-        if not starting and all(node in self.health.statuses for node in running):
-            without = list(self.restarts.without_process)
+        waits = starting or self.on_purpose.waits(self.now)
+        if not waits and all(node in self.health.statuses for node in running):
+            away = self.on_purpose.away
+            without = [node for node in self.restarts.without_process if node not in away]
             if (text := self.health.standstill(self.now, without)) is not None:
                 raise TrainingError(text)
-
-    def silent(self) -> list[NodeId]:
-        running, now = self.fleet.waiting("run"), self.now
-        return [node for node in running if self.health.silence_s(node, now) > self.deadline_s]
 
     def death(self, node: NodeId, error: Died | None) -> str:
         """Who has died, or, without an `error`, fallen silent; and its last words."""

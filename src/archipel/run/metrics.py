@@ -74,6 +74,25 @@ class Training:
     progress: int
 
 
+@dataclass(frozen=True)
+class Outage:
+    """Something is not there any more, or there again, and all have been told.
+
+    Attributes:
+        what: `lost` or `joined`, of a node; `cut` or `mended`, of a link.
+        who: the node, or the regions at the link's ends.
+    """
+
+    time_s: float
+    what: str
+    who: str
+
+
+def link_name(link: tuple[str, str]) -> str:
+    """A link between two regions, in any order, for an `Outage`."""
+    return " – ".join(sorted(link))
+
+
 @dataclass
 class Recorder:
     """Counts, sums and records of one run.
@@ -83,6 +102,7 @@ class Recorder:
             model to take home has changed.
         refused: how many updates of each sender were refused, see `screening.py`.
         restarted: how often each worker was restarted after a loss that was not finite.
+        outages: nodes and links that were lost, and those that came back.
     """
 
     on_progress: Callable[[int, float], None] = lambda steps, now: None
@@ -99,6 +119,11 @@ class Recorder:
     trainings: list[Training] = field(default_factory=list)
     refused: dict[NodeId, int] = field(default_factory=dict)
     restarted: dict[NodeId, int] = field(default_factory=dict)
+    outages: list[Outage] = field(default_factory=list)
+
+    def happens(self, what: str, who: str, now: float) -> None:
+        """A node or a link is lost, or there again; see `Outage`."""
+        self.outages.append(Outage(now, what, who))
 
     def computes(
         self, node: NodeId, start_s: float, end_s: float, busy_s: float | None = None

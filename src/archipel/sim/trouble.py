@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from archipel.actor import Joined, NodeId
 from archipel.errors import Diverged, TrainingError
+from archipel.run.metrics import link_name
 from archipel.sim.engine import Engine
 from archipel.sim.events import Fail, Mend, Notice, Return, Save, Sever, Trouble
 from archipel.sim.outages import News, Saved
@@ -45,8 +46,10 @@ def go_wrong(engine: Engine, event: Trouble) -> None:
                 engine.push(*end)
             for observer in state.observers:
                 observer.loses(lambda sender, to: {sender.region, to.region} == {*link})
+            state.recorder.happens("cut", link_name(link), state.now)
             _tell(engine, outages.cut(link))
         case Mend(link):
+            state.recorder.happens("mended", link_name(link), state.now)
             _tell(engine, outages.mend(link))
 
 
@@ -101,6 +104,7 @@ def _lose(engine: Engine, node: NodeId) -> None:
     """
     state = engine.state
     state.collectives.forget(node)
+    state.recorder.happens("lost", str(node), state.now)
     _tell(engine, state.outages.lose(node))
     for member in list(state.collectives.waiting):
         complete = state.collectives.complete(member, state.outages.lost)
@@ -129,6 +133,7 @@ def _rejoin(engine: Engine, node: NodeId) -> None:
     """
     outages = engine.state.outages
     outages.rejoin(node)
+    engine.state.recorder.happens("joined", str(node), engine.state.now)
     engine.handle(node, Joined(node), node)
     engine.recount()
     _tell(engine, outages.news_of_rejoining(node))

@@ -108,6 +108,7 @@ class Transport:
 
     Attributes:
         address: where others reach this host.
+        ended: it is closed.
 
     Raises:
         UserError: none of the ports is free, or the host's name is not this machine's.
@@ -130,11 +131,12 @@ class Transport:
         self.run = hashlib.sha256(keys.certificate).hexdigest()
         self.for_strangers, self.for_peers = keys.context(server=True), keys.context(server=False)
         self.lanes: dict[Address, Lane] = {}
+        self.blocked: frozenset[Address] = frozenset()
         self.inlets: dict[bytes, Inlet] = {}
         self.strangers: dict[asyncio.Task[bool], None] = {}  # the oldest first
         self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
         self.refused = self.closed_wire_bytes = 0
-        self.closed = False
+        self.closed, self.ended = False, threading.Event()
         listener = sockets.listen(host, ports, MOST_STRANGERS)
         self.address = Address(host, listener.getsockname()[1])
         self.listeners = [listener, *sockets.listen_locally(self._local_name(self.address))]
@@ -165,6 +167,10 @@ class Transport:
         """Give up all that is on its way to a host that is lost; `failed` is not told."""
         self.loop.call_soon_threadsafe(self._forget, to)
 
+    def block(self, addresses: frozenset[Address]) -> None:
+        """From now on nothing gets to these hosts, on purpose. What is on its way waits."""
+        self.loop.call_soon_threadsafe(self._block, addresses)
+
     def transfers(self) -> list[Transfer]:
         """The messages on their way, those to each receiver in the order of sending."""
         return self._ask(self._transfers())
@@ -180,6 +186,7 @@ class Transport:
         if wait_s:
             self._ask(self._drain(wait_s))
         self.closed = True
+        self.ended.set()
         with contextlib.suppress(RuntimeError):  # it did not begin
             self._ask(self._end())
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -240,10 +247,17 @@ class Transport:
         if lane := self.lanes.get(to):
             lane.give_up()
 
+    def _block(self, addresses: frozenset[Address]) -> None:
+        self.blocked = addresses
+        for address in addresses:
+            if lane := self.lanes.get(address):
+                for stream in list(lane.carriers):
+                    stream.transport.abort()
+
     async def _look(self) -> None:
         """Give up what has not moved for too long, at both ends."""
         while True:
-            await asyncio.sleep(min(1.0, self.deadline_s / 4))
+            await asyncio.sleep(min(1.0, self.deadline_s / 8))
             now_s = self.loop.time()
             for lane in self.lanes.values():
                 still_s = now_s - lane.moved_s
@@ -287,6 +301,8 @@ class Transport:
         Raises:
             OSError: it cannot be opened.
         """
+        if lane.address in self.blocked:
+            raise ConnectionError("the link is cut on purpose")
         begin = partial(SendingStream, lane, self._gone)
         async with asyncio.timeout(CONNECT_S):
             if lane.local:

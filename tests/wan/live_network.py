@@ -1,0 +1,166 @@
+"""A live run over network namespaces: a Ray node in each region, and the command in one of its own.
+
+    with LiveNetwork(mbit_s=50, latency_ms=5) as live:
+        run = live.launch(recipe)
+        live.network.set_up("east", "west", up=False)
+        summary = run.summary()
+
+What belongs here: Ray nodes, the command, and what it has left. What does not: namespaces and links
+(`network.py`).
+
+The command and Ray's head are in a region `home` without workers, so that a cut between `east` and
+`west` leaves the command with both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from network import Network
+
+from archipel.sim.topology import parse_topology
+
+PORT = 6390
+START_S = 60.0
+
+
+class LiveNetwork:
+    """Namespaces `home`, `east` and `west`, each with a Ray node, while it is open as a context."""
+
+    def __init__(self, mbit_s: float = 50.0, latency_ms: float = 0.0) -> None:
+        topology = parse_topology(
+            {
+                "regions": {"home": [1.0], "east": [1.0], "west": [1.0]},
+                "default": {"bandwidth_gbit_s": mbit_s / 1e3, "latency_ms": latency_ms},
+            }
+        )
+        self.network = Network(topology)
+        self.environment = {
+            **os.environ,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_ENABLE_AUTO_CONNECT": "0",
+        }
+
+    def __enter__(self) -> LiveNetwork:
+        with ExitStack() as stack:
+            # A short path: Ray's sockets lie in it.
+            self.folder = Path(tempfile.mkdtemp(prefix="wan", dir="/tmp"))
+            stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            stack.enter_context(self.network)
+            self.stack = stack
+            head = ("--head", f"--port={PORT}", "--include-dashboard=false")
+            self._start("home", *head, f"--temp-dir={self.folder}/ray")
+            for region in ("east", "west"):
+                self._start(region, f"--address={self.address}")
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    @property
+    def address(self) -> str:
+        return f"{self.network.address('home')}:{PORT}"
+
+    def _start(self, region: str, *options: str) -> None:
+        log = self.stack.enter_context((self.folder / f"{region}.log").open("wb"))
+        node = self.network.popen(
+            region,
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--block"),
+                f"--node-ip-address={self.network.address(region)}",
+                *("--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"),
+                f"--labels=region={region}",
+            ],
+            env=self.environment,
+            stdout=log,
+            stderr=log,
+        )
+        self.stack.callback(self._stop, node)
+        end_s = time.monotonic() + START_S
+        while b"Ray runtime started" not in (self.folder / f"{region}.log").read_bytes():
+            assert node.poll() is None, (self.folder / f"{region}.log").read_text()
+            assert time.monotonic() < end_s, (self.folder / f"{region}.log").read_text()
+            time.sleep(0.1)
+
+    @staticmethod
+    def _stop(node: subprocess.Popen[Any]) -> None:
+        node.terminate()
+        try:
+            node.wait(10)
+        except subprocess.TimeoutExpired:
+            node.kill()
+            node.wait()
+
+    def hosts(self, region: str) -> list[int]:
+        """The processes of the hosts in a region that run now."""
+        found = []
+        for pid in self.network.processes(region):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::RayHost"):
+                    found.append(pid)
+        return sorted(found)
+
+    def launch(self, recipe: dict[str, Any], name: str = "run", *options: str) -> LiveRun:
+        """Begin a run, with more `options`; its directory is in a folder of that name."""
+        path, out = self.folder / f"{name}.yaml", self.folder / name
+        path.write_text(yaml.safe_dump(recipe))
+        command = [sys.executable, "-m", "archipel.cli", "launch", str(path), "--insecure"]
+        process = self.network.popen(
+            "home",
+            [*command, "--address", self.address, "--out", str(out), *options],
+            env=self.environment,
+            stdout=self.stack.enter_context((self.folder / f"{name}.out").open("wb")),
+            stderr=self.stack.enter_context((self.folder / f"{name}.err").open("wb")),
+        )
+        run = LiveRun(process, out, self.folder / f"{name}.err")
+        self.stack.callback(run.end)
+        return run
+
+
+class LiveRun:
+    """A run that goes on, or has ended."""
+
+    def __init__(self, process: subprocess.Popen[Any], out: Path, errors: Path) -> None:
+        self.process, self.out, self.errors = process, out, errors
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
+
+    def said(self) -> str:
+        """All that the command has said so far of progress and trouble."""
+        return self.errors.read_text()
+
+    def until(self, holds: Callable[[str], bool], within_s: float) -> None:
+        """Wait until something holds of what the command has said."""
+        end_s = time.monotonic() + within_s
+        while not holds(self.said()):
+            assert self.process.poll() is None, self.said()[-3000:]
+            assert time.monotonic() < end_s, self.said()[-3000:]
+            time.sleep(0.1)
+
+    def summary(self, within_s: float = 120.0) -> dict[str, Any]:
+        """What the run has left, when it has ended."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it has not ended: {self.said()[-3000:]}") from None
+        assert self.process.returncode == 0, self.said()[-3000:]
+        [path] = self.out.glob("**/summary.json")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
