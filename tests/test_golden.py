@@ -189,6 +189,17 @@ def test_a_golden_run_is_as_it_was(method: str, variant: str, tmp_path: Path) ->
     assert not different, "\n".join([f"{path.name}: {len(different)} differ", *different[:12]])
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int4"])
+@pytest.mark.parametrize("method", methods.names())
+def test_fewer_bits_break_no_invariant(method: str, wire: str, tmp_path: Path) -> None:
+    """Also while nodes crash, messages are lost and links go down; and fewer bytes are sent."""
+    recipe = parse_recipe({**recipe_of(method, "faults"), "wire": wire})
+    summary = simulation.simulate(recipe, None, tmp_path / "run")
+    kept = json.loads((GOLDEN / f"{method}-faults.json").read_text())["totals"]
+    assert summary["sent_bytes"] < 0.8 * kept["sent_bytes"]
+    assert summary["stopped"] == kept["stopped"]
+
+
 def test_every_golden_file_is_of_a_run() -> None:
     assert {path.name for path in GOLDEN.iterdir()} == {
         f"{method}-{variant}.json" for method, variant in cases()

@@ -311,8 +311,9 @@ class AllReduces:
         call.attempt = self.losses, times + 1 if losses == self.losses else 0
         call.latest, call.means, call.again, call.below = call.group, {}, NONE, None
         for number, mine in enumerate(call.mine):
-            nothing = Sum(call.group, round, call.attempt, number, torch.zeros_like(mine), ())
-            self._pass_up(call, nothing, leads=True)
+            first = torch.zeros_like(mine) if call.refused else mine
+            begun = Sum(call.group, round, call.attempt, number, first, ())
+            self._pass_up(call, begun, leads=True)
 
     def _try_early(self) -> None:
         early, self.early = self.early, []
@@ -346,7 +347,7 @@ class AllReduces:
 
     def _pass_up(self, call: Waiting, message: Sum, *, leads: bool = False) -> None:
         """Put this node's part into a sum and send it on; the last one divides, and sends the mean
-        back. Who leads begins: nothing is in `message`.
+        back. Who leads begins: there is nothing in `message` to add to.
         """
         group, chain, chunk = message.group, self.chain(message.group), message.chunk
         refused = (*message.refused, self.me) if call.refused else message.refused
