@@ -31,6 +31,7 @@ from live_network import LiveNetwork, LiveRun
 from archipel.assemble import build_actors
 from archipel.recipe import parse_recipe
 
+WORKERS = 8
 STEP_S = 0.1
 DEADLINE_S = 8.0
 EVERY_S = 4.0
@@ -82,6 +83,8 @@ class Chaos:
                     self.outside.append((at_s, what, "east – west", rng.uniform(1.0, 16.0)))
         self.recipe["faults"] = {"schedule": kills}
         self.recipe["run"]["seconds"] = self.seconds = at_s + QUIET_S
+        # More than they can take; the learning rate follows them.
+        self.recipe["run"]["steps"] = int(WORKERS * self.seconds / STEP_S)
         self.rng = rng
 
     def run(self, live: LiveNetwork) -> dict[str, Any]:
@@ -153,15 +156,14 @@ class Chaos:
         marks = [record for record in records if record["kind"] == "eval"]
         trainings = [record for record in records if record["kind"] == "train"]
         # tokens: no more is in the model than workers can have trained, each 0.1 s a step.
-        workers = 8
-        assert summary["absorbed_steps"] <= workers * summary["time_s"] / STEP_S
+        assert summary["absorbed_steps"] <= WORKERS * summary["time_s"] / STEP_S
         # progress: no total falls.
         steps = [mark["inner_steps"] for mark in marks]
         assert steps == sorted(steps)
         # liveness: all have trained after the last thing that went wrong.
         quiet_s = summary["time_s"] - QUIET_S / 3
         lately = {record["node"] for record in trainings if record["time_s"] > quiet_s}
-        assert len(lately) == workers, f"of 8 workers these train at the end: {sorted(lately)}"
+        assert len(lately) == WORKERS, f"of 8 workers these train at the end: {sorted(lately)}"
         losses = [record["loss"] for record in trainings]
         first, last = sum(losses[:40]) / 40, sum(losses[-200:]) / 200
         assert last < first - 0.5, f"the loss went from {first:.3f} to {last:.3f}"

@@ -57,10 +57,13 @@ class Notices:
             if link not in self.cut:
                 self.cut[link] = now_s
                 self.recorder.happens("cut", link_name(link), now_s)
+                between = (
+                    f"between {link[0]} and {link[1]}" if link[0] != link[1] else f"in {link[0]}"
+                )
                 warnings.warn(
                     f"{a} cannot reach {b} any more, and the command reaches both: the link "
-                    f"between {link[0]} and {link[1]} is cut, {now_s:.1f} s after the start. What "
-                    "was on its way there is lost; who waits goes on when it is up again",
+                    f"{between} is cut, {now_s:.1f} s after the start. What was on its way there "
+                    "is lost; who waits goes on when it is up again",
                     stacklevel=3,
                 )
         for link in self.cut.keys() - links.keys():

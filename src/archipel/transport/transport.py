@@ -256,10 +256,14 @@ class Transport:
 
     async def _look(self) -> None:
         """Give up what has not moved for too long, at both ends."""
+        period_s, looked_s = min(1.0, self.deadline_s / 8), self.loop.time()
         while True:
-            await asyncio.sleep(min(1.0, self.deadline_s / 8))
+            await asyncio.sleep(period_s)
             now_s = self.loop.time()
+            asleep_s, looked_s = now_s - looked_s - period_s, now_s
             for lane in self.lanes.values():
+                if asleep_s > period_s:  # this process stood still, which says nothing of others
+                    lane.moved_s = min(now_s, lane.moved_s + asleep_s)
                 still_s = now_s - lane.moved_s
                 if lane.messages and still_s > self.deadline_s:
                     lost = lane.give_up()
