@@ -149,9 +149,7 @@ class Watch:
             self.course.leave_rehearsal()
 
     def _take(self, reply: Reply) -> None:
-        """A call has come back: a host's run, which only ends so early if something is wrong; or
-        what it was asked to do.
-        """
+        """A call has come back. A host's run only does so early if something is wrong."""
         node = reply.node
         if node not in self.fleet.hosts:  # it was found to be lost a moment ago
             return

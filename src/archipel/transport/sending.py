@@ -304,6 +304,11 @@ class Lane:
         stream.unanswered.clear()
         self._stir(1)
 
+    def cut(self) -> None:
+        """End all streams at once. What is on its way waits until there are others."""
+        for stream in list(self.carriers):
+            stream.transport.abort()
+
     def give_up(self) -> int:
         """Forget all that is on the way, and begin anew; how many messages that were."""
         lost = len(self.messages)

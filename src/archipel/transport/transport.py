@@ -103,8 +103,7 @@ class Transport:
         streams: to each receiver on another machine.
         deadline_s: longest time without anything that arrives.
         congestion: TCP's congestion control to far hosts, where the kernel has it and lets its
-            users choose it; else the machine's own. Far links that lose packets need BBR: see
-            docs/decisions.md.
+            users choose it; else the machine's own. Why BBR: see docs/decisions.md.
 
     Attributes:
         address: where others reach this host.
@@ -251,8 +250,7 @@ class Transport:
         self.blocked = addresses
         for address in addresses:
             if lane := self.lanes.get(address):
-                for stream in list(lane.carriers):
-                    stream.transport.abort()
+                lane.cut()
 
     async def _look(self) -> None:
         """Give up what has not moved for too long, at both ends."""
@@ -325,9 +323,7 @@ class Transport:
         sockets.prepare(transport.get_extra_info("socket"), self.congestion)
 
     def _gone(self, transport: asyncio.Transport) -> None:
-        """A connection is no more. What it has sent since the last look is not counted: its socket
-        is closed.
-        """
+        """A connection is no more. What it has sent since the last look is not counted."""
         self.closed_wire_bytes += self.open.pop(transport, 0)
 
     def _count(self) -> None:
