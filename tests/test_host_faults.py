@@ -86,7 +86,7 @@ class Town:
         host = Host(
             told,
             lambda to, envelope: self.post(node, to, envelope),
-            lambda to: self.mail.get((node, to), deque()).clear(),
+            lambda to: self.drop((node, to)),
         )
         host.compute.thread = Later()  # type: ignore[assignment]
         handle, opened = host._open, self.opened
@@ -194,9 +194,15 @@ class Town:
                 assert item is not None
                 self.hosts[where].handle(item)
 
+    def drop(self, pair: tuple[NodeId, NodeId]) -> None:
+        """What is on the way is given up, but for what has come without the sender knowing."""
+        mail = self.mail.get(pair, deque())
+        for _ in range(self.rng.randint(min(1, len(mail)), len(mail))):
+            mail.pop()
+
     def give_up(self, sender: NodeId, to: NodeId) -> None:
         """The transport of `sender` has got nothing through for the deadline."""
-        self.mail[sender, to].clear()
+        self.drop((sender, to))
         self.hosts[sender].mailbox.put(CutOff(to))
 
     def save(self, node: NodeId) -> None:
