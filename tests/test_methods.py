@@ -759,6 +759,10 @@ def nodes_of(sim: Simulator) -> list[Node]:
     return list(sim.state.nodes.values())
 
 
+CODED = {"async_local_sgd", "diloco", "halos", "noloco", "sync_sgd"}
+"""Methods whose vectors travel in fewer bits."""
+
+
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("name", ALL)
 def test_it_trains_in_fewer_bits_and_in_less_time(name: str, codec: Codec) -> None:
@@ -781,8 +785,12 @@ def test_it_trains_in_fewer_bits_and_in_less_time(name: str, codec: Codec) -> No
     assert losses[1] is not None
     assert first is not None
     assert losses[1] < losses[0] + 0.02 * first
-    assert rounded.recorder.sent_bytes < 0.55 * plain.recorder.sent_bytes
-    assert rounded.now < plain.now
+    if name in CODED:
+        assert rounded.recorder.sent_bytes < 0.55 * plain.recorder.sent_bytes
+        assert rounded.now < plain.now
+    else:  # a method whose messages name neither differences nor values
+        assert rounded.recorder.sent_bytes == plain.recorder.sent_bytes
+        assert losses[1] == losses[0]
 
 
 def test_all_members_hold_one_model_in_fewer_bits() -> None:

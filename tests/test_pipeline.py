@@ -665,9 +665,9 @@ def test_a_noloco_run_has_no_collective(
     reduced: list[Any] = []
     collective = NodeContext.all_reduce
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any, **named: Any) -> None:
         reduced.append(arguments)
-        collective(*arguments)
+        collective(*arguments, **named)
 
     monkeypatch.setattr(NodeContext, "all_reduce", counted)
     summary = run(staged_recipe(), tmp_path / "noloco")
