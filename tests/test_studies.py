@@ -171,7 +171,8 @@ def test_codecs_are_compared_for_every_method(tmp_path: Path) -> None:
     for name in methods.names():
         slow = [float(rows[name, codec][-1].removesuffix(" GB")) for codec in CODECS]
         assert slow == sorted(slow, reverse=True)
-        assert slow[-1] < 0.55 * slow[0]
+        # Not less: servers send models as bf16, and where messages are faster more of them leave.
+        assert slow[-1] < 0.65 * slow[0]
     assert "One seed says nothing about chance." in findings.finding
     assert findings.plots[0].is_file()
 
