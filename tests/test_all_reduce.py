@@ -176,14 +176,15 @@ def test_in_fewer_bits_too_the_others_get_one_mean(data: st.DataObject, wire: Co
     check_coded(world)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("wire", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("out", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
 def test_in_fewer_bits_too_a_refused_vector_is_not_in_the_mean(
-    wire: Codec, out: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    wire: Codec, out: tuple[int, ...], reverse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same as in the simulator; with what is left of a first mean, in which all were."""
     monkeypatch.setattr(all_reduce, "SMALLEST", BLOCK)
-    world, group = World(3, wire=wire), NODES[:3]
+    world, group = World(3, reverse, wire), NODES[:3]
     coders = [Coder(wire, 280) for _ in group]
     for round, refused in ((0, ()), (1, out)):
         calls = []
@@ -194,7 +195,7 @@ def test_in_fewer_bits_too_a_refused_vector_is_not_in_the_mean(
             world.nodes[node].call(group, given, round, 0.0, refused=is_out, difference=True)
         while possible := [one for one in world.possible() if one[0] == "mail"]:
             world.happen(*possible[0])
-        told = reduced(Complete(group, calls), coders)
+        told = reduced(Complete(group, calls), coders, world.chain(group))
         for coder, call in zip(coders, calls, strict=True):
             coder.keep(call.left)
         for place, node in enumerate(group):

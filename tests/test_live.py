@@ -17,51 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from live_recipes import ONE, PROFILE, QUICK, TASK, TWO, recipe
 from safetensors.torch import load_file
 
-from archipel import methods, simulation
+from archipel import simulation
 from archipel.actor import NodeId
 from archipel.checkpoint import Every
 from archipel.errors import Diverged, TrainingError, UserError
-from archipel.recipe import Recipe, parse_recipe
 from archipel.train.pool import Pool
 
 live = pytest.importorskip("archipel.live.launch")
 rehearsal = pytest.importorskip("archipel.live.rehearsal")
 cluster = pytest.importorskip("archipel.live.cluster")
-
-SETTINGS = {
-    "inner_steps": 5,
-    "accumulate": 2,
-    "global_lr": 1.0,
-    "local_lr": 1.6,
-    "local_momentum": 0.0,
-    "outer_momentum": 0.0,
-}
-PROFILE = {"name": "small", "model_bytes": 10_000, "step_time_s": 0.03}
-QUICK = {**PROFILE, "step_time_s": 0.002}
-TASK = {"name": "synthetic", "width": 16, "valid_sequences": 8}
-
-
-def recipe(method: str, /, *, seed: int = 0, **sections: Any) -> Recipe:
-    """Four workers in two regions, 50 inner steps each, unless `sections` say something else."""
-    settings = {}
-    if method in methods.names():
-        fields = methods.load(method).Config.model_fields
-        settings = {key: value for key, value in SETTINGS.items() if key in fields}
-    return parse_recipe(
-        {
-            "method": {"name": method, **settings},
-            "topology": {
-                "regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]},
-                "default": {"bandwidth_gbit_s": 1.0},
-            },
-            "profile": PROFILE,
-            "task": TASK,
-            "run": {"steps": 200, "evaluations": 4, "seed": seed},
-            **sections,
-        }
-    )
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +43,6 @@ def ray() -> Iterator[None]:
     """A private Ray that the launches of this module share."""
     with cluster.session(None):
         yield
-
-
-ONE: dict[str, Any] = {"topology": {"regions": {"east": [1.0]}}}
-TWO: dict[str, Any] = {
-    "topology": {
-        "regions": {"east": [1.0], "west": [0.5]},
-        "default": {"bandwidth_gbit_s": 1.0},
-    }
-}
-"""For what needs no more hosts: each takes seconds to start."""
 
 
 def evaluations(directory: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from test_live import PROFILE, TASK, TWO, recipe
+from live_recipes import PROFILE, TASK, TWO, recipe
 
 from archipel import cli, fidelity
 from archipel.actor import NodeId
@@ -112,6 +112,28 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
 def test_a_run_that_sends_nothing_cannot_be_compared() -> None:
     with pytest.raises(UserError, match=r"^task none: a live run of it sends empty vectors"):
         fidelity.check(recipe("halos", task={"name": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("pace", "profile"), [("free", "pythia-70m-h100"), ("profile", "measured")]
+)
+def test_a_topology_alone_does_not_say_how_long_an_inner_step_takes(
+    pace: str,
+    profile: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, topology = tmp_path / "recipe.yaml", tmp_path / "topology.yaml"
+    file.write_text(yaml.safe_dump({"method": "halos", "live": {"pace": pace}, "profile": profile}))
+    topology.write_text(yaml.safe_dump(TWO["topology"]))
+    command = ["archipel", "fidelity", str(file), "--topology", str(topology)]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "a topology does not say how long an inner step takes here" in told
 
 
 def test_a_cluster_is_probed_and_a_run_foretold(

@@ -78,6 +78,11 @@ class Recipe:
     wire: Codec = "fp32"
 
     @property
+    def acts_out_profile(self) -> bool:
+        """A live run of it takes an inner step's time from a profile that is known beforehand."""
+        return self.live.pace == "profile" and self.profile is not None
+
+    @property
     def replicas(self) -> int:
         """Copies of the model that are trained."""
         return len(self.topology.workers) // self.pipeline.stages

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from live_network import LiveNetwork, LiveRun
+from live_network import LiveNetwork, LiveRun, recipe_of
 
 from archipel.assemble import build_actors
 from archipel.recipe import parse_recipe
@@ -61,7 +61,14 @@ class Chaos:
 
     def __post_init__(self) -> None:
         rng = random.Random(self.seed)
-        self.recipe = recipe_of(self.method)
+        self.recipe = recipe_of(
+            self.method,
+            workers=WORKERS // 2,
+            inner_steps=4,
+            step_time_s=STEP_S,
+            run={"steps": 10**7, "evaluations": 2},
+            live={"pace": "profile", "deadline_s": DEADLINE_S, "max_restarts": 100},
+        )
         nodes = [
             str(actor.me)
             for actor in build_actors(parse_recipe(self.recipe), None, torch.empty(0), ())
@@ -171,32 +178,6 @@ class Chaos:
 
     def __str__(self) -> str:
         return "\n".join(f"{time_s:6.1f} s  {what}" for time_s, what in self.log)
-
-
-def recipe_of(method: str) -> dict[str, Any]:
-    """Eight workers in two regions, and a small model."""
-    sets: dict[str, Any] = {} if method == "sync_sgd" else {"inner_steps": 4}
-    if method == "halos":
-        sets |= {"accumulate": 4}
-    return {
-        "method": {"name": method, **sets},
-        "topology": {
-            "regions": {"east": [1.0] * 4, "west": [1.0] * 4},
-            "default": {"bandwidth_gbit_s": 0.05},
-        },
-        "task": {
-            "name": "synthetic",
-            "width": 16,
-            "layers": 1,
-            "heads": 2,
-            "sequence": 16,
-            "batch_size": 2,
-            "valid_sequences": 8,
-        },
-        "profile": {"name": "here", "model_bytes": 20000, "step_time_s": STEP_S},
-        "run": {"steps": 10**7, "evaluations": 2},
-        "live": {"pace": "profile", "deadline_s": DEADLINE_S, "max_restarts": 100},
-    }
 
 
 def main() -> None:

@@ -131,6 +131,33 @@ class LiveNetwork:
         return run
 
 
+def recipe_of(
+    method: str, workers: int, inner_steps: int, step_time_s: float, **sections: Any
+) -> dict[str, Any]:
+    """So many workers in each of two regions, a small model, and inner steps of a known time."""
+    settings: dict[str, Any] = {} if method == "sync_sgd" else {"inner_steps": inner_steps}
+    if method == "halos":
+        settings |= {"accumulate": workers}
+    return {
+        "method": {"name": method, **settings},
+        "topology": {
+            "regions": {"east": [1.0] * workers, "west": [1.0] * workers},
+            "default": {"bandwidth_gbit_s": 0.05},
+        },
+        "task": {
+            "name": "synthetic",
+            "width": 16,
+            "layers": 1,
+            "heads": 2,
+            "sequence": 16,
+            "batch_size": 2,
+            "valid_sequences": 8,
+        },
+        "profile": {"name": "here", "model_bytes": 20000, "step_time_s": step_time_s},
+        **sections,
+    }
+
+
 class LiveRun:
     """A run that goes on, or has ended."""
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import network
 import pytest
-from live_network import LiveNetwork
+from live_network import LiveNetwork, recipe_of
 
 REASON = network.why_not()
 pytest.importorskip("ray")
@@ -31,36 +30,17 @@ def live() -> Iterator[LiveNetwork]:
         yield opened
 
 
-def recipe(method: str, **sections: Any) -> dict[str, Any]:
-    return {
-        "method": {
-            "name": method,
-            "inner_steps": H,
-            **({"accumulate": 2} if method == "halos" else {}),
-        },
-        "topology": {
-            "regions": {"east": [1.0, 1.0], "west": [1.0, 1.0]},
-            "default": {"bandwidth_gbit_s": 0.05},
-        },
-        "task": {
-            "name": "synthetic",
-            "width": 16,
-            "layers": 1,
-            "heads": 2,
-            "sequence": 16,
-            "batch_size": 2,
-            "valid_sequences": 8,
-        },
-        "profile": {"name": "here", "model_bytes": 20000, "step_time_s": 0.1},
-        "run": {"steps": 800, "evaluations": 4},
-        "live": {"pace": "profile", "deadline_s": DEADLINE_S},
-        **sections,
-    }
-
-
 @pytest.mark.parametrize("method", ["halos", "noloco", "diloco"])
 def test_a_run_survives_a_cut_between_its_regions(live: LiveNetwork, method: str) -> None:
-    run = live.launch(recipe(method), method)
+    recipe = recipe_of(
+        method,
+        workers=2,
+        inner_steps=H,
+        step_time_s=0.1,
+        run={"steps": 800, "evaluations": 4},
+        live={"pace": "profile", "deadline_s": DEADLINE_S},
+    )
+    run = live.launch(recipe, method)
     run.until(lambda said: "steps, " in said, 200)
     live.network.set_up("east", "west", up=False)
     try:

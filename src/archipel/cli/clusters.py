@@ -17,7 +17,8 @@ from rich.table import Table
 
 from archipel import fidelity as comparison
 from archipel.cli import terminal
-from archipel.cli.options import Json, Set, a_path
+from archipel.cli.options import Address, Insecure, Json, Set, file_argument, path_option
+from archipel.errors import UserError
 from archipel.recipe import Recipe, load_recipe, parse_settings
 from archipel.sim.topology import load_topology
 from archipel.yamlfile import dump
@@ -27,23 +28,10 @@ if TYPE_CHECKING:
 
 RecipeFile = Annotated[
     Path,
-    typer.Argument(
-        parser=a_path,
-        metavar="RECIPE.yaml",
-        help="The run that the cluster is for: its regions, workers and task.",
-    ),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT", help="A running Ray cluster. Default: a private one, on this machine."
-    ),
-]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Join a cluster without token or encryption.")
+    file_argument("RECIPE.yaml", "The run that the cluster is for: its regions, workers and task."),
 ]
 Seconds = Annotated[
-    float, typer.Option(min=0.1, help="About so long each link is filled, three times.")
+    float, typer.Option(min=0.1, max=30, help="About so long each link is filled, three times.")
 ]
 
 
@@ -55,9 +43,7 @@ def probe(
     seconds: Seconds = 4.0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=a_path, metavar="FILE.yaml", help="The topology file. Default: print it."
-        ),
+        path_option("FILE.yaml", "The topology file. Default: print it."),
     ] = None,
 ) -> None:
     """Measure the links and the inner steps of a cluster, and write a topology."""
@@ -88,19 +74,15 @@ def fidelity(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=a_path,
-            metavar="DIR",
-            help="Folder for both run directories. Default: runs/fidelity-DATE.",
-        ),
+        path_option("DIR", "Folder for both run directories. Default: runs/fidelity-DATE."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Probe a cluster, run a recipe there and on the simulator, and print both side by side."""
     loaded = load_recipe(recipe, parse_settings(settings or []))
     comparison.check(loaded)
-    if topology is not None and loaded.live.pace == "profile" and loaded.profile is not None:
-        measured, step_time_s = load_topology(topology), loaded.profile.step_time_s
+    if topology is not None:
+        measured, step_time_s = load_topology(topology), _step_time_s(loaded)
     else:
         found = _probe(loaded, address, seconds, insecure=insecure)
         measured, step_time_s = found.topology(loaded), found.step_time_s(loaded)
@@ -124,6 +106,21 @@ def fidelity(
     if both.order is not None:
         terminal.tell(f"{both.order:.1%} of all pairs of inner loops end in the same order")
     terminal.tell(f"Runs: {both.live.directory}, {both.simulated.directory}")
+
+
+def _step_time_s(recipe: Recipe) -> float:
+    """Of an inner step that nobody measures, since the run acts it out.
+
+    Raises:
+        UserError: the run does not: its inner steps take as long as they take.
+    """
+    if not recipe.acts_out_profile:
+        raise UserError(
+            "--topology: a topology does not say how long an inner step takes here; leave it out, "
+            "or give --set live.pace=profile and a profile that is not `measured`"
+        )
+    assert recipe.profile is not None
+    return recipe.profile.step_time_s
 
 
 def _probe(recipe: Recipe, address: str | None, seconds: float, *, insecure: bool) -> Probed:

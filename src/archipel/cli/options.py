@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,16 @@ def a_path(text: str) -> Path:
             f"{text!r} is no name of a file or folder; '.' is the folder where the command runs."
         )
     return Path(text)
+
+
+def file_argument(metavar: str, text: str) -> Any:
+    """An argument that names a file; `text` is its help."""
+    return typer.Argument(parser=a_path, metavar=metavar, help=text)
+
+
+def path_option(metavar: str, text: str) -> Any:
+    """An option that names a file or a folder; `text` is its help."""
+    return typer.Option(parser=a_path, metavar=metavar, help=text)
 
 
 Set = Annotated[
@@ -40,6 +50,15 @@ CheckpointEvery = Annotated[
         metavar="TOKENS|SECONDSs",
         help="Save the run after so many tokens, or seconds here (600s); Ctrl-C saves it anyway.",
     ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="A running Ray cluster. Default: a private one, on this machine."
+    ),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Join a cluster without token or encryption.")
 ]
 Strict = Annotated[
     bool,

@@ -13,7 +13,17 @@ import typer
 
 from archipel import experiment, rundir
 from archipel.cli import terminal
-from archipel.cli.options import CheckpointEvery, Json, Processes, Set, Strict, a_path
+from archipel.cli.options import (
+    Address,
+    CheckpointEvery,
+    Insecure,
+    Json,
+    Processes,
+    Set,
+    Strict,
+    file_argument,
+    path_option,
+)
 from archipel.errors import UserError
 from archipel.recipe import (
     DEFAULT_PROFILE,
@@ -49,10 +59,8 @@ def compare(
     ] = "stdlib",
     faults: Annotated[
         Path | None,
-        typer.Option(
-            parser=a_path,
-            metavar="FILE",
-            help="What goes wrong on purpose: a YAML file, as a recipe's section `faults`.",
+        path_option(
+            "FILE", "What goes wrong on purpose: a YAML file, as a recipe's section `faults`."
         ),
     ] = None,
     steps: Annotated[
@@ -76,10 +84,8 @@ def compare(
     strict: Strict = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=a_path,
-            metavar="DIR",
-            help="Folder for run directories and the report. Default: runs/compare-DATE.",
+        path_option(
+            "DIR", "Folder for run directories and the report. Default: runs/compare-DATE."
         ),
     ] = None,
     as_json: Json = False,
@@ -109,11 +115,7 @@ def compare(
 def run(
     recipe: Annotated[
         Path,
-        typer.Argument(
-            parser=a_path,
-            metavar="RECIPE.yaml",
-            help="What to run; only `method` is required in it.",
-        ),
+        file_argument("RECIPE.yaml", "What to run; only `method` is required in it."),
     ],
     settings: Set = None,
     processes: Processes = None,
@@ -128,11 +130,7 @@ def run(
     strict: Strict = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=a_path,
-            metavar="DIR",
-            help="Folder for the run directory and the report. Default: runs/run-DATE.",
-        ),
+        path_option("DIR", "Folder for the run directory and the report. Default: runs/run-DATE."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -155,9 +153,7 @@ def run(
 def resume(
     directory: Annotated[
         Path,
-        typer.Argument(
-            parser=a_path, metavar="DIR", help="A run directory, or a folder that holds some."
-        ),
+        file_argument("DIR", "A run directory, or a folder that holds some."),
     ],
     processes: Processes = None,
     checkpoint_every: CheckpointEvery = None,
@@ -194,30 +190,16 @@ def resume(
 def launch(
     recipe: Annotated[
         Path,
-        typer.Argument(
-            parser=a_path,
-            metavar="RECIPE.yaml",
-            help="What to run: the same file that `archipel run` simulates.",
-        ),
+        file_argument("RECIPE.yaml", "What to run: the same file that `archipel run` simulates."),
     ],
     settings: Set = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A running Ray cluster. Default: a private one, on this machine.",
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Join a cluster without token or encryption.")
-    ] = False,
+    address: Address = None,
+    insecure: Insecure = False,
     strict: Strict = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=a_path,
-            metavar="DIR",
-            help="Folder for the run directory and the report. Default: runs/launch-DATE.",
+        path_option(
+            "DIR", "Folder for the run directory and the report. Default: runs/launch-DATE."
         ),
     ] = None,
     checkpoint_every: Annotated[
@@ -247,9 +229,7 @@ def launch(
 def report(
     directories: Annotated[
         list[Path],
-        typer.Argument(
-            parser=a_path, metavar="DIR…", help="Run directories, or folders that hold some."
-        ),
+        file_argument("DIR…", "Run directories, or folders that hold some."),
     ],
     target_loss: Annotated[
         float | None,
@@ -259,11 +239,7 @@ def report(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            parser=a_path,
-            metavar="DIR",
-            help="Folder for report.html and the plots. Default: the first DIR.",
-        ),
+        path_option("DIR", "Folder for report.html and the plots. Default: the first DIR."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -356,6 +356,7 @@ class AllReduces:
             behind = chain[chain.index(self.me) + 1]
             self._send(behind, replace(message, total=total, refused=refused))
         else:
+            refused = tuple(node for node in group if node in refused)
             given = max(1, len(group) - len(refused))
             mean = self._add_mine(call, message, given, leads=leads)
             self._take(call, Mean(group, message.round, message.attempt, chunk, mean, refused))

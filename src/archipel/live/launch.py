@@ -37,7 +37,7 @@ from archipel.live.evaluations import Evaluations
 from archipel.live.fleet import Fleet
 from archipel.live.health import Health, Now
 from archipel.live.home import Home
-from archipel.live.on_purpose import OnPurpose, deeds_of, faults_of
+from archipel.live.on_purpose import OnPurpose, deeds_of
 from archipel.live.prepare import Parts, make_setups, prepare
 from archipel.live.protocol import HostSetup
 from archipel.live.restarts import Restarts
@@ -92,7 +92,6 @@ def launch(
     try:
         parts = prepare(recipe, resume=resume)
         check_saved_by_tokens(every, recipe, parts.plan.tokens_per_step)
-        faults_of(recipe, [actor.me for actor in parts.actors])  # wrong ones are said now
         with session(address):
             if address is not None and not insecure:
                 check_protected(machines())
@@ -187,7 +186,6 @@ def make_watch(
     def fetch(node: NodeId, number: int) -> Vector:
         return fleet.fetch(node, number, recipe.live.deadline_s)
 
-    faults = faults_of(recipe, list(setups))
     home = Home(fetch, parts.replica, parts.pipeline, list(setups))
     evaluations = Evaluations(recorder)
     return Watch(
@@ -199,7 +197,7 @@ def make_watch(
         course=Course(parts.marks, census, health, evaluations, home, as_rehearsed=not saved.saves),
         schedule=SaveSchedule(every),
         restarts=Restarts(recipe.live.max_restarts, dict(saved.restarts)),
-        on_purpose=OnPurpose(fleet, deeds_of(faults, saved.time_s) if faults else []),
+        on_purpose=OnPurpose(fleet, deeds_of(parts.faults, saved.time_s) if parts.faults else []),
         progress=progress,
         folder=folder,
         saved=saved,
@@ -234,8 +232,7 @@ def _leave(
         f"the pace: an inner step takes at least {profile.step_time_s * 1e3:.6g} ms ÷ its worker's "
         f"speed (profile {profile.name}, topology {recipe.topology.name})"
     )
-    faults = faults_of(recipe, list(watch.setups))
-    planned = faults.faults if faults else ()
+    planned = parts.faults.faults if parts.faults else ()
     ended = Ended(
         time_s=taken.time_s,
         inner_steps=taken.inner_steps,

@@ -91,7 +91,7 @@ class Line:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def _beat(self) -> None:
-        while not self.transport.ended.wait(self.deadline_s / BEATS):
+        while not self.transport.closed.wait(self.deadline_s / BEATS):
             self.to_host(Beat())
 
     def tell(self, node: NodeId, address: Address | None) -> None:

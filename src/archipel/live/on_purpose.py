@@ -92,14 +92,12 @@ class OnPurpose:
     Attributes:
         fleet: the hosts.
         deeds: those that are still to come.
-        done: how many have been.
         away: killed nodes, and when they may be started again.
         down: links that are cut.
     """
 
     fleet: Fleet
     deeds: list[tuple[float, Kill | Cut]]
-    done: int = 0
     away: dict[NodeId, float] = field(default_factory=dict)
     down: set[frozenset[str]] = field(default_factory=set)
 
@@ -108,7 +106,6 @@ class OnPurpose:
         leave: list[NodeId] = []
         while self.deeds and self.deeds[0][0] <= now_s:
             _, deed = self.deeds.pop(0)
-            self.done += 1
             match deed:
                 case Kill(node=node, back_s=back_s, leaves=leaves):
                     self.away[node] = max(back_s, self.away.get(node, 0.0))

@@ -18,10 +18,12 @@ from archipel.actor import Actor, NodeId, Vector
 from archipel.errors import UserError
 from archipel.live.compute import device
 from archipel.live.initial import digest, pack
+from archipel.live.on_purpose import faults_of
 from archipel.live.protocol import HostSetup, SaveFolder
 from archipel.live.rehearsal import rehearse
 from archipel.recipe import Recipe
 from archipel.run.census import Plan
+from archipel.sim.schedule import Faults
 from archipel.sim.topology import Profile
 from archipel.train.cut import boundary_bytes, parts_of
 from archipel.train.data import Shard, shards_of
@@ -46,6 +48,7 @@ class Parts:
         weights: the initial weights of each stage of the model, one where there is no pipeline;
             none where nothing is trained.
         pipeline: how workers share the replicas' stages; None: each has a whole replica.
+        faults: what goes wrong on purpose; None: nothing.
     """
 
     recipe: Recipe
@@ -56,6 +59,7 @@ class Parts:
     replica: Replica | None
     weights: list[Vector]
     pipeline: Pipeline | None
+    faults: Faults | None
 
     def parameters(self, node: NodeId) -> int:
         """How many leading entries of a node's vectors are parameters."""
@@ -102,7 +106,8 @@ def prepare(recipe: Recipe, *, resume: bool) -> Parts:
         pipeline = replace(pipeline, parameters=tuple(layout.parameters for layout in layouts))
     actors = assemble.build_actors(recipe, pipeline, theta, layouts)
     weights = split(theta, layouts) if pipeline and layouts else [theta] if replica else []
-    return Parts(recipe, actors, run, marks, task, replica, weights, pipeline)
+    faults = faults_of(recipe, [actor.me for actor in actors])
+    return Parts(recipe, actors, run, marks, task, replica, weights, pipeline, faults)
 
 
 def measure_profile(

@@ -6,8 +6,8 @@ What belongs here: the measurements, and the topology that they make. What does 
 
 Links are measured by the transport that carries the messages of a run. The receiver notes on its
 own clock when each of many messages was there, which follow each other closely; how fast they came
-is the slope of the line through them. One pair of regions is measured at a time.
-Inner steps are measured on all workers at the same time, for they may share machines.
+is the slope of the line through them. One pair of regions is measured at a time. Inner steps are
+measured on all workers at the same time, for they may share machines.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
 from archipel.actor import NodeId
 from archipel.errors import TrainingError, UserError
@@ -163,7 +164,7 @@ def probe(
         places = place(workers, workers, found, gpus, address)
         links = _links(recipe, places, seconds, progress)
         steps: dict[NodeId, float] = {}
-        if recipe.live.pace != "profile" and not isinstance(recipe.task, NoTask):
+        if not recipe.acts_out_profile and not isinstance(recipe.task, NoTask):
             progress(f"inner steps of {len(workers)} workers at the same time")
             steps = _step_times(recipe, places)
     return Probed(links, steps)
@@ -210,13 +211,7 @@ def _measure(a: Any, b: Any, seconds: float, where: str) -> Measured:
     sizes = [round(min(MOST_BYTES, max(FIRST_BYTES, rate * seconds))) for rate in guess]
     (there,) = _get([a.push.remote(to_b, sizes[0])], where)
     (back,) = _get([b.push.remote(to_a, sizes[1])], where)
-    both = _get(
-        [
-            a.push.remote(to_b, sizes[0]),
-            b.push.remote(to_a, sizes[1]),
-        ],
-        where,
-    )
+    both = _get([a.push.remote(to_b, sizes[0]), b.push.remote(to_a, sizes[1])], where)
     logarithms = [math.log(trip) for trip in trips]
     return Measured(
         there,
@@ -330,8 +325,6 @@ class Timer:
     """Takes inner steps of a worker that is thrown away."""
 
     def __init__(self, config: TaskConfig, run: Run, shard: Shard) -> None:
-        import torch
-
         torch.set_num_threads(1)
         self.replica, self.shard = Replica(make_task(config), run, device()), shard
 

@@ -173,9 +173,13 @@ class Collectives:
             self.waiting[member] = replace(call, group=without[id(call.group)])
 
 
-def reduced(complete: Complete, coders: Sequence[Coder]) -> Reduced:
-    """The result of a collective, without the contributions that were refused. `coders`: of its
-    members, in their order; nothing is kept there yet.
+def reduced(complete: Complete, coders: Sequence[Coder], chain: Group | None = None) -> Reduced:
+    """The result of a collective, without the contributions that were refused.
+
+    Args:
+        coders: of its members, in their order; nothing is kept there yet.
+        chain: its members in the order in which they pass on sums that are rounded at each hop;
+            None: as they are.
     """
     group, calls = complete.group, complete.calls
     refused = tuple(node for node, call in zip(group, calls, strict=True) if call.refused)
@@ -185,19 +189,20 @@ def reduced(complete: Complete, coders: Sequence[Coder]) -> Reduced:
     if not given:
         mean = torch.zeros_like(calls[0].vector)
     elif coders[0].codes_sums(group, difference=calls[0].difference):
-        mean = _chain(calls, coders, len(given))
+        parts = dict(zip(group, zip(calls, coders, strict=True), strict=True))
+        mean = _chain([parts[node] for node in chain or group], len(given))
     else:
         mean = outer.mean(given)
     return Reduced(mean, group, calls[0].round, refused)
 
 
-def _chain(calls: Sequence[Contribution], coders: Sequence[Coder], given: int) -> Vector:
+def _chain(parts: Sequence[tuple[Contribution, Coder]], given: int) -> Vector:
     """The mean of those vectors that are not refused, rounded at each hop as it is where members
     pass it on to each other (`live/all_reduce.py`).
     """
     total: Coded | None = None
-    last = len(calls) - 1
-    for place, (call, coder) in enumerate(zip(calls, coders, strict=True)):
+    last = len(parts) - 1
+    for place, (call, coder) in enumerate(parts):
         if call.refused and place < last:
             continue  # it passes on what has come
         total, call.left = coder.pass_on(

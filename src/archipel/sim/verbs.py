@@ -13,7 +13,7 @@ import numpy as np
 from archipel.actor import Group, Message, NodeId, Sent, Vector
 from archipel.errors import TrainingError, UserError
 from archipel.run import wire
-from archipel.sim import collectives, stages
+from archipel.sim import collectives, routes, stages
 from archipel.sim.collectives import Complete, Contribution
 from archipel.sim.engine import Engine
 from archipel.sim.events import Deliver, Finish
@@ -141,7 +141,10 @@ def reduce(engine: Engine, complete: Complete) -> None:
     """A collective starts: plan the arrival of its mean at all members."""
     setting, state = engine.setting, engine.state
     group = complete.group
-    reduced = collectives.reduced(complete, [state.nodes[node].coder for node in group])
+    coders, chain = [state.nodes[node].coder for node in group], group
+    if coders[0].wire != "fp32":
+        chain = routes.chain(setting.network.topology, group, setting.vector_bytes[group[0]])
+    reduced = collectives.reduced(complete, coders, chain)
     size_bytes = setting.vector_bytes[group[0]] * complete.calls[0].share
     cost = setting.network.all_reduce(group, size_bytes)
     end_s = setting.faults.collective_end_s(group, state.now, cost.seconds)

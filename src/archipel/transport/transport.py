@@ -107,7 +107,7 @@ class Transport:
 
     Attributes:
         address: where others reach this host.
-        ended: it is closed.
+        closed: `close` has been called.
 
     Raises:
         UserError: none of the ports is free, or the host's name is not this machine's.
@@ -135,7 +135,7 @@ class Transport:
         self.strangers: dict[asyncio.Task[bool], None] = {}  # the oldest first
         self.open: dict[asyncio.Transport, int] = {}  # and what each had sent at the last look
         self.refused = self.closed_wire_bytes = 0
-        self.closed, self.ended = False, threading.Event()
+        self.closed = threading.Event()
         listener = sockets.listen(host, ports, MOST_STRANGERS)
         self.address = Address(host, listener.getsockname()[1])
         self.listeners = [listener, *sockets.listen_locally(self._local_name(self.address))]
@@ -157,7 +157,7 @@ class Transport:
             to: the receiver's `address`.
             parts: they come out as they are; contiguous arrays are not copied.
         """
-        if self.closed:
+        if self.closed.is_set():
             raise RuntimeError(f"the transport of {self.address} is closed")
         payload = Payload(parts)
         self.loop.call_soon_threadsafe(self._send, to, payload)
@@ -180,12 +180,11 @@ class Transport:
 
     def close(self, wait_s: float = 0.0) -> None:
         """End all; first wait at most so long for what is on its way. Again: nothing happens."""
-        if self.closed:
+        if self.closed.is_set():
             return
         if wait_s:
             self._ask(self._drain(wait_s))
-        self.closed = True
-        self.ended.set()
+        self.closed.set()
         with contextlib.suppress(RuntimeError):  # it did not begin
             self._ask(self._end())
         self.loop.call_soon_threadsafe(self.loop.stop)
