@@ -115,7 +115,7 @@ def test_a_run_that_sends_nothing_cannot_be_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pace", "profile"), [("free", "pythia-70m-h100"), ("profile", "measured")]
+    ("pace", "profile"), [("none", "pythia-70m-h100"), ("profile", "measured")]
 )
 def test_a_topology_alone_does_not_say_how_long_an_inner_step_takes(
     pace: str,
