@@ -20,7 +20,8 @@ from archipel.recipe import (
 )
 from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.topology import PRESETS, PROFILES, Profile, load_topology
-from archipel.train.task import StdlibTask, make_task
+from archipel.train.configs import StdlibTask
+from archipel.train.task import make_task
 from archipel.yamlfile import parse
 
 

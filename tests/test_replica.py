@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from archipel.train.configs import TextTask
 from archipel.train.data import Shard
 from archipel.train.gpt import GPT, next_token_loss
 from archipel.train.replica import NonFiniteLoss, Replica, Run, TensorSpec
-from archipel.train.task import Schedule, Task, TextTask, make_task
+from archipel.train.task import Schedule, Task, make_task
 from archipel.vector import Layout
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from archipel.recipe import Recipe
 from archipel.sections import DEFAULT_STEPS
 from archipel.sim.schedule import make_faults
 from archipel.theory import moments
+from archipel.train.configs import NoTask
 from archipel.train.pipeline import Pipeline, split
-from archipel.train.task import NoTask
 from archipel.vector import Layout
 
 

@@ -29,7 +29,7 @@ from archipel.sim.topology import (
     load_topology,
     parse_topology,
 )
-from archipel.train.task import GptTask, TaskConfig, task_config
+from archipel.train.configs import GptTask, TaskConfig, task_config
 from archipel.yamlfile import dump, parse, read_mapping
 
 KEYS = (

@@ -42,10 +42,10 @@ from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.schedule import make_faults
 from archipel.sim.topology import Profile
+from archipel.train.configs import NoTask
 from archipel.train.cut import boundary_bytes, cut_of
 from archipel.train.pool import Pool
 from archipel.train.replica import Run
-from archipel.train.task import NoTask
 from archipel.train.trainer import NoTraining
 from archipel.vector import Layout
 
