@@ -117,9 +117,10 @@ def assert_trains_as_a_plain_loop(task: Task, pieces: Iterable[int] = (1, 6, 5))
         {"gradient_clip": 0.05},
         {"gradient_clip": None},
         {"schedule": None},
+        {"gradient_accumulation": 2},
         {"schedule": Schedule(warmup=0.5, final=0.3), "gradient_clip": 0.05},
     ],
-    ids=["default", "tight clip", "no clip", "constant rate", "long warm-up"],
+    ids=["default", "tight clip", "no clip", "constant rate", "in two parts", "long warm-up"],
 )
 def test_a_worker_trains_as_a_plain_loop(change: dict[str, Any]) -> None:
     assert_trains_as_a_plain_loop(replace(TASK, **change))

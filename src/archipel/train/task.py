@@ -7,7 +7,7 @@ their configuration. What does not: how inner steps are taken (`replica.py`), or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -87,12 +87,18 @@ class Task:
         valid_batches: how many batches an evaluation sees.
         tokens_per_step: tokens (or samples) of one batch, for the records; None: not known, and
             the records count inner steps alone.
+        gradient_accumulation: into how many equal parts a batch is cut, whose gradients are taken
+            one after the other and averaged: less memory, and one step of the optimizer all the
+            same. A model in stages is cut by `pipeline.micro_batches` instead.
         gradient_clip: largest norm of a gradient; None: as it is.
         schedule: the learning rate over the run; None: constant.
         autocast: run the forward pass in this type; None: as the model is.
         description: what it is, for the report.
         loss_name: what the loss is, and its unit.
         entropy_rate: the best possible loss, where it is known.
+        export: writes a state dict of the model, and what belongs beside it, into an empty folder,
+            in a format that others read: the folder `model` of a run directory; None: there is no
+            such format.
 
     Raises:
         UserError: a field has the wrong type, or a number is out of range.
@@ -104,12 +110,14 @@ class Task:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     valid_batches: int = 8
     tokens_per_step: int | None = None
+    gradient_accumulation: int = 1
     gradient_clip: float | None = 1.0
     schedule: Schedule | None = Schedule()
     autocast: torch.dtype | None = None
     description: str = UNNAMED
     loss_name: str = "validation loss"
     entropy_rate: float | None = None
+    export: Callable[[Mapping[str, Tensor], Path], None] | None = None
 
     def __post_init__(self) -> None:
         for name, gives in (
@@ -123,7 +131,7 @@ class Task:
             made = isinstance(value, nn.Module) and name in ("model", "optimizer")
             if made or not callable(value):
                 _refuse(name, f"a {type(value).__name__}", gives)
-        for name in ("valid_batches", "tokens_per_step"):
+        for name in ("valid_batches", "tokens_per_step", "gradient_accumulation"):
             count: Any = getattr(self, name)
             if count is None and name == "tokens_per_step":
                 continue
@@ -141,6 +149,8 @@ class Task:
                 _refuse(name, repr(getattr(self, name)), "a text")
         if rate is not None and not (_is_number(rate) and math.isfinite(rate)):
             _refuse("entropy_rate", repr(rate), "a finite number, or None")
+        if self.export is not None and not callable(self.export):
+            _refuse("export", repr(self.export), "a function of a state dict and a folder, or None")
 
     def seeded_model(self, seed: int) -> nn.Module:
         """A fresh model whose random initial weights depend on `seed` alone.
