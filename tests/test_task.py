@@ -359,8 +359,8 @@ def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(UserError) as error:
         task_config("stdlb")
     assert str(error.value) == (
-        "task = 'stdlb': allowed are none, stdlib, synthetic, text and your own 'file.py:function' "
-        "(did you mean 'stdlib'?)"
+        "task = 'stdlb': allowed are none, stdlib, synthetic, text, causal_lm and your own "
+        "'file.py:function' (did you mean 'stdlib'?)"
     )
 
 

@@ -407,7 +407,7 @@ def leave(
                 ) from None
         if ended.task is not None and ended.task.export is not None:
             with _replacing_folder(directory / MODEL) as folder:
-                ended.task.export(model, folder)
+                ended.task.export(weights, folder)
     with _replacing(directory / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=2) + "\n")
     if stopped != INTERRUPTED:

@@ -29,6 +29,7 @@ from archipel.assemble import (
     check_saved_by_tokens,
     pipeline_of,
     planned_steps,
+    warn_of_size,
 )
 from archipel.checkpoint import Every
 from archipel.encoding import Surroundings
@@ -141,6 +142,8 @@ def simulate(
     recipe = replace(recipe, profile=recipe.profile or measure_profile(pool))
     simulator = make_simulator(recipe, pool, progress)
     check_saved_by_tokens(every, recipe, simulator.state.census.plan.tokens_per_step)
+    if pool:
+        warn_of_size(recipe, 4 * pool.replica.layout.numel)
     if resume and checkpoint.checkpoints(directory / CHECKPOINTS):
         started -= load_checkpoint(directory, recipe, simulator)
     else:

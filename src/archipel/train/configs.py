@@ -13,6 +13,24 @@ from pydantic import BaseModel, ConfigDict, Field
 from archipel.errors import UserError, nearest
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[  # YAML has lists, not tuples
+    tuple[Beta, Beta], Field(strict=False, description="β₁ and β₂ of AdamW")
+]
+Rate = Annotated[float, Field(gt=0, description="peak learning rate of AdamW")]
+Eps = Annotated[float, Field(gt=0, description="ε of AdamW")]
+Decay = Annotated[float, Field(ge=0, description="weight decay of AdamW; only matrices decay")]
+Norm = Annotated[float, Field(gt=0)]
+Clip = Annotated[
+    Norm | None,
+    Field(description="a gradient with a larger norm is scaled down to it; null: never"),
+]
+Warmup = Annotated[
+    float, Field(ge=0, le=1, description="share of the run in which the learning rate rises")
+]
+Precision = Annotated[
+    Literal["fp32", "bf16"],
+    Field(description="bf16: the forward pass runs in autocast; weights stay fp32"),
+]
 
 
 class TaskConfig(BaseModel):
@@ -52,21 +70,13 @@ class GptTask(TaskConfig):
     sequence: int = Field(64, ge=2, le=65_536, description="tokens per sequence")
     batch_size: int = Field(4, ge=1, description="sequences per inner step")
     valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
-    lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
-    betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.95), strict=False, description="β₁ and β₂ of AdamW"
-    )  # YAML has lists, not tuples
-    eps: float = Field(1e-8, gt=0, description="ε of AdamW")
-    weight_decay: float = Field(0.1, ge=0, description="weight decay of AdamW; only matrices decay")
-    gradient_clip: float | None = Field(
-        1.0, gt=0, description="a gradient with a larger norm is scaled down to it; null: never"
-    )
-    warmup: float = Field(
-        0.05, ge=0, le=1, description="share of the run in which the learning rate rises"
-    )
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="bf16: the forward pass runs in autocast; weights stay fp32"
-    )
+    lr: Rate = 3e-3
+    betas: Betas = (0.9, 0.95)
+    eps: Eps = 1e-8
+    weight_decay: Decay = 0.1
+    gradient_clip: Clip = 1.0
+    warmup: Warmup = 0.05
+    precision: Precision = "fp32"
     dirichlet: float | None = Field(
         None,
         gt=0,
@@ -105,11 +115,80 @@ class TextTask(GptTask):
     path: str = Field(description="the text: a file or a folder")
 
 
+Plain = bool | int | float | str | None
+
+
+class CausalLmTask(TaskConfig):
+    """Any causal language model of `transformers`, on any text that `datasets` reads."""
+
+    name: Literal["causal_lm"] = "causal_lm"
+    model: str = Field(
+        min_length=1,
+        description="a published shape, such as pythia-70m, whose weights are random; a folder "
+        "with a config.json; or OWNER/NAME on the Hugging Face hub",
+    )
+    from_scratch: bool = Field(
+        False, description="leave out the weights that a folder or the hub has"
+    )
+    config: dict[str, Plain | list[Plain] | dict[str, Plain]] = Field(
+        {},
+        description="laid over the model's config.json, such as {num_hidden_layers: 2}",
+    )
+    data: str = Field(
+        min_length=1,
+        description="the documents: a parquet, jsonl, csv, arrow or text file, a folder of them, "
+        "or a name on the Hugging Face hub",
+    )
+    subset: str | None = Field(None, description="which of the data sets under the hub's name")
+    split: str = Field("train", description="the part of the data to train on")
+    valid: str | None = Field(
+        None,
+        description="validation data: a split, a file or a folder; null: one document in 20 is "
+        "held out",
+    )
+    text_column: str = Field("text", description="the column that holds a document's text")
+    region_column: str | None = Field(
+        None,
+        description="the column whose values are dealt out to the regions in turn, so that each "
+        "sees documents of its own; null: all see the same",
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="bytes, a tokenizer.json, a folder, or a name on the hub; null: the model's "
+        "own, and bytes for a published shape",
+    )
+    end_of_text: str | None = Field(
+        None, description="the token between documents; null: the tokenizer's own"
+    )
+    cache: str | None = Field(None, description="folder for tokens; null: ~/.cache/archipel/tokens")
+    sequence: int = Field(512, ge=2, le=1_048_576, description="tokens per sequence")
+    batch_size: int = Field(8, ge=1, description="sequences that go through the model at once")
+    gradient_accumulation: int = Field(
+        1, ge=1, description="so many of these make the batch of one inner step"
+    )
+    valid_sequences: int = Field(128, ge=1, description="sequences per evaluation, at most")
+    gradient_checkpointing: bool = Field(
+        False, description="compute activations again in the backward pass: less memory, more time"
+    )
+    lr: Rate = 1e-3
+    betas: Betas = (0.9, 0.95)
+    eps: Eps = 1e-8
+    weight_decay: Decay = 0.1
+    gradient_clip: Clip = 1.0
+    warmup: Warmup = 0.05
+    precision: Precision = "fp32"
+
+    # A task is a key of caches, and mappings have no hash.
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
 CONFIGS: dict[str, type[TaskConfig]] = {
     "none": NoTask,
     "stdlib": StdlibTask,
     "synthetic": SyntheticTask,
     "text": TextTask,
+    "causal_lm": CausalLmTask,
 }
 
 

@@ -21,8 +21,9 @@ from torch.nn.parameter import is_lazy
 
 from archipel.errors import UserError, nearest
 from archipel.pyfile import import_file, place_of, whereabouts
-from archipel.train import data
+from archipel.train import causal_lm, data
 from archipel.train.configs import (
+    CausalLmTask,
     GptTask,
     StdlibTask,
     SyntheticTask,
@@ -31,8 +32,12 @@ from archipel.train.configs import (
     UserTask,
 )
 from archipel.train.data import Corpus, Shard
+from archipel.train.documents import Source
 from archipel.train.gpt import GPT, next_token_loss
+from archipel.train.packed import packed, sequences_in
 from archipel.train.seeding import seed_everything, seeds_kept
+from archipel.train.shapes import SHAPES
+from archipel.train.tokenizer import load_tokenizer
 
 Batch = Any
 UNNAMED = "a task of your own"
@@ -244,6 +249,8 @@ def make_task(config: TaskConfig) -> Task:
             return _gpt_task(
                 config, data.folder_corpus(Path(config.path), config.sequence + 1), "byte"
             )
+        case CausalLmTask():
+            return _causal_lm_task(config)
         case UserTask():
             return _user_task(config.name)
         case _:
@@ -312,6 +319,66 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
         loss_name=f"validation loss (nats per {unit})",
         entropy_rate=corpus.entropy_rate,
     )
+
+
+def _causal_lm_task(config: CausalLmTask) -> Task:
+    published = config.model in SHAPES
+    named = config.tokenizer or ("bytes" if published else config.model)
+    tokenizer = load_tokenizer(named, config.end_of_text)
+    length = config.sequence
+    model = causal_lm.pretrained(
+        config.model,
+        config.config,
+        tokenizer,
+        length,
+        from_scratch=config.from_scratch,
+        checkpointing=config.gradient_checkpointing,
+    )
+    source = Source(config.data, config.subset, config.text_column, config.region_column)
+    tokens = packed(source, config.split, config.valid, tokenizer, config.cache)
+    held_out = sequences_in(tokens.valid, length)
+    if not held_out:
+        raise UserError(
+            f"task.data = {config.data!r}: {tokens.documents} documents with "
+            f"{sum(map(len, tokens.train))} tokens for training and {len(tokens.valid)} for "
+            f"validation are too little: each need {length + 1} tokens (task.sequence and one "
+            "more); give more text or a shorter sequence"
+        )
+    valid_size = min(config.batch_size, held_out)
+    valid_batches = max(1, min(config.valid_sequences, held_out) // valid_size)
+    step_size = config.batch_size * config.gradient_accumulation
+
+    def batches(shard: Shard, index: int) -> Tensor:
+        if shard.split == "valid":
+            return tokens.valid_batch(index, valid_size, valid_batches, length)
+        return tokens.train_batch(shard, index, step_size, length)
+
+    weights = "random weights" if model.weights is None else f"weights of {model.weights}"
+    regions = f", regions differ by {config.region_column}" if config.region_column else ""
+    return Task(
+        model=model.make,
+        loss=causal_lm.next_token_loss,
+        batches=batches,
+        optimizer=lambda module: adamw(
+            module, config.lr, config.betas, config.eps, config.weight_decay
+        ),
+        valid_batches=valid_batches,
+        tokens_per_step=step_size * length,
+        gradient_accumulation=config.gradient_accumulation,
+        gradient_clip=config.gradient_clip,
+        schedule=Schedule(warmup=config.warmup),
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        description=f"{config.model}{_changed(config)} ({model.size:,} parameters, {weights}) on "
+        f"{config.data} ({tokens.documents:,} documents, {sum(map(len, tokens.train)):,} tokens of "
+        f"{named}, sha256 {tokens.digest[:8]}){regions}",
+        loss_name="validation loss (nats per token)",
+        export=causal_lm.exporter(model, tokenizer),
+    )
+
+
+def _changed(config: CausalLmTask) -> str:
+    changes = ", ".join(f"{key} {value}" for key, value in config.config.items())
+    return f" with {changes}" if changes else ""
 
 
 def adamw(

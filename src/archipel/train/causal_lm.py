@@ -1,0 +1,188 @@
+"""Causal language models of `transformers`, for training and back.
+
+What belongs here: which model a task means, making it, its loss, and the folder that others load.
+What does not: its data (`packed.py`), and the published shapes (`shapes.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from archipel.errors import UserError, nearest, seen_from
+from archipel.train.extra import from_hub, library
+from archipel.train.shapes import SHAPES
+from archipel.train.tokenizer import size_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model that is made anew each time, from its configuration or from its weights.
+
+    Attributes:
+        config: of `transformers`.
+        weights: the folder or the hub's name that they are loaded from; None: they are random.
+        checkpointing: activations are computed again in the backward pass, and not kept.
+    """
+
+    config: PretrainedConfig
+    weights: str | None
+    checkpointing: bool
+
+    def make(self) -> PreTrainedModel:
+        """A new model in fp32, in training mode. Random weights are drawn from torch's generator.
+
+        Raises:
+            UserError: the weights do not fit the configuration.
+        """
+        auto = library("transformers").AutoModelForCausalLM
+        if self.weights is None:
+            model = auto.from_config(self.config, dtype=torch.float32)
+        else:
+            with from_hub(f"task.model = {self.weights!r}", "a shape, a folder"):
+                model = auto.from_pretrained(self.weights, config=self.config, dtype=torch.float32)
+        if self.checkpointing:
+            model.activation_checkpointing_enable()
+        return model.train()
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has, each counted once."""
+        auto = library("transformers").AutoModelForCausalLM
+        with torch.device("meta"):
+            model = auto.from_config(self.config, dtype=torch.float32)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
+def pretrained(
+    name: str,
+    changes: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    *,
+    from_scratch: bool,
+    checkpointing: bool,
+) -> Pretrained:
+    """The model that a task means.
+
+    Without weights its vocabulary is the tokenizer's, unless `changes` says otherwise.
+
+    Args:
+        name: a published shape; a folder with a config.json; or a name on the Hugging Face hub.
+        changes: laid over the fields of its configuration.
+        length: the longest sequence that it is to take, in tokens.
+        from_scratch: leave weights out.
+
+    Raises:
+        UserError: there is no such model; `changes` names a field that it does not have; or it
+            cannot take such tokens or sequences.
+    """
+    config, weights = config_of(name)
+    weights = None if from_scratch else weights
+    fields = dict(changes)
+    if weights is None:
+        end = tokenizer.eos_token_id
+        # Padding would leave a row of the embedding untrained, and nothing is padded here.
+        own = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+        fields = {"vocab_size": size_of(tokenizer), **own, **fields}
+    known = config.to_dict().keys()
+    for key in changes:
+        if key not in known and key not in config.attribute_map:
+            raise UserError(
+                f"task.config: a {config.model_type} has no field {key!r}{nearest(key, known)}"
+            )
+    # Made anew, for some fields follow from others.
+    given = {**_given(config, name), **fields}
+    try:
+        config = type(config)(**given)
+        found = Pretrained(config, weights, checkpointing)
+        _ = found.size
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"task.config: no {config.model_type} can be made of {dict(changes)}: {error}"
+        ) from None
+    if config.vocab_size < size_of(tokenizer):
+        raise UserError(
+            f"task.tokenizer: has {size_of(tokenizer)} tokens, and the model's vocabulary "
+            f"{config.vocab_size}; give the tokenizer that it was trained with, or from_scratch"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise UserError(
+            f"task.sequence = {length}: {name} takes sequences of up to {longest} tokens; give a "
+            "shorter one, or change max_position_embeddings in task.config"
+        )
+    return found
+
+
+def config_of(name: str) -> tuple[PretrainedConfig, str | None]:
+    """The configuration of the model called `name`, and where its weights are, if there are any.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    auto = library("transformers").AutoConfig
+    if name in SHAPES:
+        return auto.for_model(**SHAPES[name]), None
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"task.model = {name!r}: there is no config.json in that folder")
+        with from_hub(f"task.model = {name!r}", "a shape, a folder with a config.json"):
+            config = auto.from_pretrained(name)
+        there = any(path.glob(f"*.{ending}") for ending in ("safetensors", "bin"))
+        return config, name if there else None
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        raise UserError(
+            f"task.model = {name!r}: allowed are {', '.join(SHAPES)}, a folder with a config.json"
+            f"{seen_from(path)}, and OWNER/NAME on the Hugging Face hub{nearest(name, SHAPES)}"
+        )
+    with from_hub(f"task.model = {name!r}", "a shape, a folder with a config.json"):
+        return auto.from_pretrained(name), name
+
+
+def _given(config: PretrainedConfig, name: str) -> dict[str, Any]:
+    """What the configuration was made of; of a file, all that differs from the defaults."""
+    if name in SHAPES:
+        return {key: value for key, value in SHAPES[name].items() if key != "model_type"}
+    return config.to_diff_dict()  # type: ignore[no-any-return]
+
+
+def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of each token given those before it; `batch` has shape (batch,
+    sequence + 1).
+    """
+    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def exporter(
+    model: Pretrained, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Mapping[str, Tensor], Path], None]:
+    """Writes trained weights as a folder that `AutoModelForCausalLM.from_pretrained` loads, the
+    tokenizer beside them.
+    """
+
+    def export(state: Mapping[str, Tensor], folder: Path) -> None:
+        with torch.device("meta"):
+            made = library("transformers").AutoModelForCausalLM.from_config(
+                model.config, dtype=torch.float32
+            )
+        made.load_state_dict(state, assign=True)
+        made.tie_weights()
+        made.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return export
