@@ -418,6 +418,35 @@ def test_the_command_line_says_that_the_clock_is_another_models(
     assert "(33,600 parameters, random weights) on " in answer.out
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_blocks_are_the_model(name: str, fields: dict[str, Any]) -> None:
+    fields = {**fields, "model": name, "config": FAMILIES[name]}
+    whole, blocks = task_of(fields), task_of({**fields, "blocks": True})
+    one, other, batch = whole.seeded_model(3), blocks.seeded_model(3), whole.batches(SHARD, 0)
+    assert [*map(len, (other, one.base_model.layers))] == [4, 2]
+    torch.testing.assert_close(other(batch), one(input_ids=batch).logits)
+    torch.testing.assert_close(blocks.loss(other, batch), whole.loss(one, batch))
+
+
+def test_noloco_trains_it_in_stages(fields: dict[str, Any], tmp_path: Path) -> None:
+    """The folder it leaves is that of a whole model."""
+    transformers = importlib.import_module("transformers")
+    recipe = recipe_of(
+        {**fields, "lr": 0.01},
+        method={"name": "noloco", "inner_steps": 4},
+        pipeline={"stages": 2, "micro_batches": 2},
+        run={"steps": 80, "evaluations": 2},
+    )
+    result = package.simulate(recipe, processes=1, out=tmp_path / "out")
+    assert result.summary["final_loss"] < result.evals[0]["loss"] - 0.5
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(result.directory / "model")
+    task = task_of({**fields, "blocks": True})
+    final, tokens = task.model().eval(), task.batches(SHARD, 0)
+    final.load_state_dict(load_file(result.directory / "weights.safetensors"))
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(loaded, tokens), final(tokens))
+
+
 @pytest.mark.slow
 def test_a_live_run_leaves_the_folder_too(fields: dict[str, Any], tmp_path: Path) -> None:
     transformers = importlib.import_module("transformers")

@@ -7,6 +7,7 @@ What does not: its data (`packed.py`), and the published shapes (`shapes.py`).
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +34,15 @@ class Pretrained:
         config: of `transformers`.
         weights: the folder or the hub's name that they are loaded from; None: they are random.
         checkpointing: activations are computed again in the backward pass, and not kept.
+        blocks: make it an `nn.Sequential`, which can be cut into stages.
     """
 
     config: PretrainedConfig
     weights: str | None
     checkpointing: bool
+    blocks: bool
 
-    def make(self) -> PreTrainedModel:
+    def make(self) -> nn.Module:
         """A new model in fp32, in training mode. Random weights are drawn from torch's generator.
 
         Raises:
@@ -53,7 +56,8 @@ class Pretrained:
                 model = auto.from_pretrained(self.weights, config=self.config, dtype=torch.float32)
         if self.checkpointing:
             model.activation_checkpointing_enable()
-        return model.train()
+        model.train()
+        return blocks_of(model) if self.blocks else model
 
     @property
     def size(self) -> int:
@@ -72,6 +76,7 @@ def pretrained(
     *,
     from_scratch: bool,
     checkpointing: bool,
+    blocks: bool,
 ) -> Pretrained:
     """The model that a task means.
 
@@ -82,10 +87,11 @@ def pretrained(
         changes: laid over the fields of its configuration.
         length: the longest sequence that it is to take, in tokens.
         from_scratch: leave weights out.
+        checkpointing, blocks: see `Pretrained`.
 
     Raises:
-        UserError: there is no such model; `changes` names a field that it does not have; or it
-            cannot take such tokens or sequences.
+        UserError: there is no such model, or no way to make blocks of it; `changes` names a field
+            that it does not have; or it cannot take such tokens or sequences.
     """
     config, weights = config_of(name)
     weights = None if from_scratch else weights
@@ -105,7 +111,7 @@ def pretrained(
     given = {**_given(config, name), **fields}
     try:
         config = type(config)(**given)
-        found = Pretrained(config, weights, checkpointing)
+        found = Pretrained(config, weights, checkpointing, blocks)
         _ = found.size
     except UserError:
         raise
@@ -118,6 +124,8 @@ def pretrained(
             f"task.tokenizer: has {size_of(tokenizer)} tokens, and the model's vocabulary "
             f"{config.vocab_size}; give the tokenizer that it was trained with, or from_scratch"
         )
+    if blocks:
+        _check_blocks(config)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise UserError(
@@ -180,9 +188,60 @@ def exporter(
             made = library("transformers").AutoModelForCausalLM.from_config(
                 model.config, dtype=torch.float32
             )
-        made.load_state_dict(state, assign=True)
+        # The blocks are parts of the model, so what is loaded into them is loaded into it.
+        (blocks_of(made) if model.blocks else made).load_state_dict(state, assign=True)
         made.tie_weights()
         made.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     return export
+
+
+# In blocks
+
+IN_BLOCKS = ("gpt_neox", "llama", "qwen3")
+"""Kinds of models whose decoder layers need to know nothing but what comes in."""
+
+
+def _check_blocks(config: PretrainedConfig) -> None:
+    kinds = {*(getattr(config, "layer_types", None) or ["full_attention"])}
+    if config.model_type not in IN_BLOCKS or kinds != {"full_attention"}:
+        raise UserError(
+            f"task.blocks: allowed are models of the kinds {', '.join(IN_BLOCKS)} with full "
+            f"attention, and this is a {config.model_type} with {', '.join(sorted(kinds))}"
+        )
+
+
+class Layer(nn.Module):
+    """A decoder layer that finds the rotary embeddings of its positions itself."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, sequence, width) in and out."""
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        y: Tensor = self.layer(
+            x,
+            attention_mask=None,  # causal
+            position_ids=positions,
+            position_embeddings=self.rotary(x, positions),
+        )
+        return y
+
+
+def blocks_of(model: PreTrainedModel) -> nn.Sequential:
+    """The model as blocks that share its parameters: tokens, shape (batch, sequence), give logits,
+    shape (batch, sequence, vocabulary).
+    """
+    base = model.base_model
+    embed: list[nn.Module] = [model.get_input_embeddings()]
+    if hasattr(base, "emb_dropout"):
+        embed.append(base.emb_dropout)
+    norm = base.final_layer_norm if hasattr(base, "final_layer_norm") else base.norm
+    layers = {f"layer_{i}": Layer(layer, base.rotary_emb) for i, layer in enumerate(base.layers)}
+    head = nn.Sequential(OrderedDict(norm=norm, logits=model.get_output_embeddings()))
+    return nn.Sequential(
+        OrderedDict[str, nn.Module](embed=nn.Sequential(*embed), **layers, head=head)
+    )

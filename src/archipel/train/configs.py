@@ -170,6 +170,11 @@ class CausalLmTask(TaskConfig):
     gradient_checkpointing: bool = Field(
         False, description="compute activations again in the backward pass: less memory, more time"
     )
+    blocks: bool = Field(
+        False,
+        description="make it an nn.Sequential that can be cut into stages (GPT-NeoX, Llama, "
+        "Qwen3); true by default for a model in stages",
+    )
     lr: Rate = 1e-3
     betas: Betas = (0.9, 0.95)
     eps: Eps = 1e-8

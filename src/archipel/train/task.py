@@ -333,6 +333,7 @@ def _causal_lm_task(config: CausalLmTask) -> Task:
         length,
         from_scratch=config.from_scratch,
         checkpointing=config.gradient_checkpointing,
+        blocks=config.blocks,
     )
     source = Source(config.data, config.subset, config.text_column, config.region_column)
     tokens = packed(source, config.split, config.valid, tokenizer, config.cache)
@@ -357,7 +358,7 @@ def _causal_lm_task(config: CausalLmTask) -> Task:
     regions = f", regions differ by {config.region_column}" if config.region_column else ""
     return Task(
         model=model.make,
-        loss=causal_lm.next_token_loss,
+        loss=next_token_loss if config.blocks else causal_lm.next_token_loss,
         batches=batches,
         optimizer=lambda module: adamw(
             module, config.lr, config.betas, config.eps, config.weight_decay
