@@ -252,6 +252,13 @@ def test_regions_need_as_many_keys(parquet: str, tmp_path: Path) -> None:
     )
 
 
+def test_one_key_is_too_few_for_two_regions(tmp_path: Path) -> None:
+    tokens = Packed((np.arange(50),), np.arange(6), ("x",), 1, "")
+    assert tokens.tokens_for(SHARD) == tokens.train
+    with pytest.raises(UserError, match=r"2 regions need as many keys, and there are 1: x$"):
+        tokens.tokens_for(Shard(0, 2, 0, 2, seed=0))
+
+
 # Tokenizers
 
 
@@ -360,6 +367,15 @@ def test_a_fresh_models_ends_are_the_tokenizers(fields: dict[str, Any]) -> None:
     assert model.config.vocab_size == 300
     assert (model.config.eos_token_id, model.config.pad_token_id) == (0, None)
     assert model.training
+
+
+def test_a_folders_model_can_have_fewer_layers(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Qwen3's configuration also lists the kind of each layer."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.AutoConfig.for_model("qwen3", **FAMILIES["qwen3-0.6b"])
+    config.save_pretrained(tmp_path / "model")
+    fields = {**fields, "model": str(tmp_path / "model"), "config": {"num_hidden_layers": 1}}
+    assert len(task_of(fields).model().base_model.layers) == 1
 
 
 # Runs
@@ -501,8 +517,12 @@ def test_a_live_run_leaves_the_folder_too(fields: dict[str, Any], tmp_path: Path
         ),
         (
             {"data": "owner/name"},
-            "task.data = 'owner/name': allowed are a file, a folder and a name on the Hugging Face "
-            "hub, of which is said: ",
+            "task.data = 'owner/name': cannot be read, neither here nor from the Hugging Face hub: "
+            "Couldn't reach 'owner/name' on the Hub",
+        ),
+        (
+            {"model": "owner/name"},
+            "task.model = 'owner/name': cannot be read, neither here nor from the Hugging Face hub",
         ),
         (
             {"tokenizer": "no.json"},

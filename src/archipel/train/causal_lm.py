@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from archipel.errors import UserError, nearest, seen_from
-from archipel.train.extra import from_hub, library
+from archipel.train.extra import library, reading
 from archipel.train.shapes import SHAPES
 from archipel.train.tokenizer import size_of
 
@@ -52,8 +52,10 @@ class Pretrained:
         if self.weights is None:
             model = auto.from_config(self.config, dtype=torch.float32)
         else:
-            with from_hub(f"task.model = {self.weights!r}", "a shape, a folder"):
-                model = auto.from_pretrained(self.weights, config=self.config, dtype=torch.float32)
+            with reading(f"task.model = {self.weights!r}"):
+                model = auto.from_pretrained(
+                    self.weights, config=self.config, dtype=torch.float32, trust_remote_code=False
+                )
         if self.checkpointing:
             model.activation_checkpointing_enable()
         model.train()
@@ -109,6 +111,8 @@ def pretrained(
             )
     # Made anew, for some fields follow from others.
     given = {**_given(config, name), **fields}
+    if "layer_types" in given and "layer_types" not in changes:  # a list that is as long as layers
+        given["layer_types"] = given["layer_types"][: given.get("num_hidden_layers")]
     try:
         config = type(config)(**given)
         found = Pretrained(config, weights, checkpointing, blocks)
@@ -117,7 +121,8 @@ def pretrained(
         raise
     except Exception as error:
         raise UserError(
-            f"task.config: no {config.model_type} can be made of {dict(changes)}: {error}"
+            f"task.config: no {config.model_type} can be made of {dict(changes)}: "
+            f"{' '.join(str(error).split())}"
         ) from None
     if config.vocab_size < size_of(tokenizer):
         raise UserError(
@@ -148,17 +153,17 @@ def config_of(name: str) -> tuple[PretrainedConfig, str | None]:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"task.model = {name!r}: there is no config.json in that folder")
-        with from_hub(f"task.model = {name!r}", "a shape, a folder with a config.json"):
-            config = auto.from_pretrained(name)
-        there = any(path.glob(f"*.{ending}") for ending in ("safetensors", "bin"))
+        with reading(f"task.model = {name!r}"):
+            config = auto.from_pretrained(name, trust_remote_code=False)
+        there = any(file.suffix in (".safetensors", ".bin") for file in path.iterdir())
         return config, name if there else None
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise UserError(
             f"task.model = {name!r}: allowed are {', '.join(SHAPES)}, a folder with a config.json"
             f"{seen_from(path)}, and OWNER/NAME on the Hugging Face hub{nearest(name, SHAPES)}"
         )
-    with from_hub(f"task.model = {name!r}", "a shape, a folder with a config.json"):
-        return auto.from_pretrained(name), name
+    with reading(f"task.model = {name!r}"):
+        return auto.from_pretrained(name, trust_remote_code=False), name
 
 
 def _given(config: PretrainedConfig, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from archipel.errors import UserError, nearest, seen_from
-from archipel.train.extra import from_hub, library
+from archipel.train.extra import library, reading
 
 KINDS = {
     ".parquet": "parquet",
@@ -61,18 +61,20 @@ class Source:
         place = str(path.resolve()) if files else ""
         return hashlib.sha256(repr((self, place, files)).encode()).hexdigest()
 
-    def documents(self, split: str) -> Iterator[tuple[str, str]]:
-        """The key and the text of each document of a split, one after the other; without a
-        `region_column` the key is empty. Those without text are left out.
+    def documents(self, split: str | None) -> Iterator[tuple[str, str]]:
+        """The key and the text of each document of a split (None: of the only one), one after the
+        other; without a `region_column` the key is empty. Those without text are left out.
 
         Raises:
             UserError: they cannot be found or read, or a column is not there.
         """
         splits = self.splits()
-        if split not in splits:
+        if split is None and len(splits) == 1:
+            [split] = splits
+        if split is None or split not in splits:
+            asked = "task.valid: " if split is None else f"task.split = {split!r}: "
             raise UserError(
-                f"task.split = {split!r}: the splits of {self.data} are "
-                f"{', '.join(splits)}{nearest(split, splits)}"
+                f"{asked}the splits of {self.data} are {', '.join(splits)}{nearest(split, splits)}"
             )
         rows = _read(splits[split], self.data)
         for number, row in enumerate(rows):
@@ -99,7 +101,7 @@ class Source:
         files = _files(path)
         if not files:
             _check_name(self.data)
-            with from_hub(f"task.data = {self.data!r}", "a file, a folder"):
+            with reading(f"task.data = {self.data!r}"):
                 return datasets.load_dataset(  # type: ignore[no-any-return]
                     self.data, self.subset, streaming=True
                 )

@@ -36,15 +36,14 @@ def library(name: str) -> Any:
 
 
 @contextmanager
-def from_hub(place: str, allowed: str) -> Iterator[None]:
-    """Make a `UserError` of whatever a Hugging Face library raises while it looks for what the user
-    named at `place`, which is no file or folder here; `allowed` are the other kinds of names.
+def reading(place: str) -> Iterator[None]:
+    """Make a `UserError` of whatever a Hugging Face library raises while it reads what the user
+    named at `place`: a folder here, or something on the hub.
     """
     try:
         yield
     except Exception as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"{place}: allowed are {allowed} and a name on the Hugging Face hub, of which is said: "
-            f"{said}"
+            f"{place}: cannot be read, neither here nor from the Hugging Face hub: {said}"
         ) from None

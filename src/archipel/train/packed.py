@@ -44,6 +44,7 @@ TOGETHER = 1000
 """So many documents are tokenized at a time."""
 MOST_KEYS = 256
 """More values than this in a region column are taken for a mistake; each is a file."""
+NO_KEYS = ("",)
 VALID, ABOUT = "valid.bin", "about.json"
 
 
@@ -55,7 +56,7 @@ class Packed:
         train: the training tokens of each key of the region column, in the order of the keys; of
             all documents if there is no such column. Mapped from files, not in memory.
         valid: tokens held out for validation.
-        keys: the region column's values.
+        keys: the region column's values; `NO_KEYS` if there is no such column.
         documents: how many there are.
         digest: of all tokens.
     """
@@ -73,7 +74,7 @@ class Packed:
         Raises:
             UserError: there are fewer keys than regions.
         """
-        if len(self.keys) == 1:
+        if self.keys == NO_KEYS:
             return self.train
         if len(self.keys) < shard.regions:
             raise UserError(
@@ -90,7 +91,7 @@ class Packed:
         """
         pieces = self.tokens_for(shard)
         rank, of = shard.index, shard.of
-        if len(self.keys) > 1:
+        if self.keys != NO_KEYS:
             rank, of = shard.in_region, shard.of_region
         counts = [sequences_in(tokens, length) for tokens in pieces]
         if sum(counts) < of:
@@ -142,9 +143,11 @@ def dealt(count: int, rank: int, of: int, seed: int, places: Iterable[int]) -> l
     return [int(_order(count, seed, place // mine)[rank + place % mine * of]) for place in places]
 
 
-@lru_cache(maxsize=8)  # workers of different speeds are in different epochs
+@lru_cache(maxsize=4)  # workers of different speeds are in different epochs
 def _order(count: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng((seed, 0xE90C4, epoch)).permutation(count)
+    return np.random.default_rng((seed, 0xE90C4, epoch)).permutation(
+        np.arange(count, dtype=np.uint32)
+    )
 
 
 # On disk
@@ -170,14 +173,14 @@ def packed(
     Raises:
         UserError: see `Source.documents`; or the cache cannot be written to.
     """
-    held_out = None
+    held_out: tuple[Source, str | None] | None = None
     if valid is not None:
         elsewhere = os.path.exists(valid)
         other = Source(valid, None, source.text_column, None) if elsewhere else source
-        held_out = other, ("train" if elsewhere else valid)
+        held_out = other, (None if elsewhere else valid)
     parts = [source.fingerprint, split, fingerprint(tokenizer)]
     if held_out:
-        parts += [held_out[0].fingerprint, held_out[1]]
+        parts += [held_out[0].fingerprint, str(held_out[1])]
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     home = Path(cache) if cache else _caches()
     folder = home / key
@@ -200,7 +203,7 @@ def _fill(
     folder: Path,
     source: Source,
     split: str,
-    held_out: tuple[Source, str] | None,
+    held_out: tuple[Source, str | None] | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Write all tokens into `folder`, which is whole or absent."""
@@ -246,7 +249,7 @@ def _fill(
 
 
 def _tokens(
-    source: Source, split: str, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype
+    source: Source, split: str | None, tokenizer: PreTrainedTokenizerBase, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The key of each document, and its tokens with the one that ends it."""
     documents = source.documents(split)

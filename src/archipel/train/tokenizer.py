@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from archipel.errors import UserError, seen_from
-from archipel.train.extra import from_hub, library
+from archipel.train.extra import library, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,8 +49,8 @@ def load_tokenizer(name: str, end_of_text: str | None) -> PreTrainedTokenizerBas
     elif path.suffix == ".json":
         raise UserError(f"task.tokenizer: there is no file {name!r}{seen_from(path)}")
     else:
-        with from_hub(f"task.tokenizer = {name!r}", "'bytes', a tokenizer.json, a folder"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        with reading(f"task.tokenizer = {name!r}"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     known = tokenizer.get_vocab()
     ends = [end_of_text] if end_of_text else [tokenizer.eos_token, *USUAL_ENDS]
     found = next((token for token in ends if token in known), None)
