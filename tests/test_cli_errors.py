@@ -119,7 +119,7 @@ def test_tokens_need_a_task(refused: Any) -> None:
     [
         (
             "sdtlib",
-            "task = 'sdtlib': allowed are none, stdlib, synthetic, text and your own "
+            "task = 'sdtlib': allowed are none, stdlib, synthetic, text, causal_lm and your own "
             "'file.py:function' (did you mean 'stdlib'?)",
         ),
         ("text", "task.path: this key is required"),

@@ -6,10 +6,12 @@ in CONTRIBUTING.md (`test_cli.py`, `test_methods.py`).
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -130,7 +132,7 @@ def test_every_target_of_make_is_there() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/using.md"])
 def test_networks_and_recipes_can_be_read(page: str, tmp_path: Path) -> None:
-    network, recipe = map(yaml.safe_load, blocks(ROOT / page, "yaml"))
+    network, recipe, *_ = map(yaml.safe_load, blocks(ROOT / page, "yaml"))
     assert Topology.model_validate(network).regions == {
         "oregon": [1.0, 1.0, 0.5],
         "paris": [0.8, 0.8],
@@ -151,6 +153,26 @@ def test_the_first_python_program_runs(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" runs/two/report.html")
     assert {line.split()[0] for line in lines[1:]} == {"halos", "diloco"}
+
+
+@pytest.mark.slow
+def test_the_recipe_for_a_model_of_transformers_runs(
+    archipel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the command that stands before it; but for its length."""
+    pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    text = blocks(ROOT / "docs" / "using.md", "yaml")[2]
+    sentence = "the cat sat on the mat and the dog ran home "
+    monkeypatch.chdir(tmp_path)
+    table = pyarrow.table({"text": [sentence * (20 + i % 5) for i in range(200)]})
+    parquet.write_table(table, "documents.parquet")
+    assert "tokens: 2_000_000" in text
+    Path("recipe.yaml").write_text(text.replace("2_000_000", "40_000"))
+    [tokenize] = [rest for _, rest in calls("archipel") if {"tokenize", "--out"} <= {*rest}]
+    assert archipel(*tokenize).code == 0
+    answer = archipel("run", "recipe.yaml", "--out", "out", "--processes", 1)
+    assert answer.code == 0, answer.err
+    assert Path("out/halos-seed0/model/model.safetensors").is_file()
 
 
 @pytest.mark.slow

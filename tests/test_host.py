@@ -47,11 +47,12 @@ from archipel.run import wire
 from archipel.run.codec import CODECS, Codec
 from archipel.run.metrics import Recorder
 from archipel.run.screening import ScreeningConfig
+from archipel.train.configs import NoTask, TaskConfig, UserTask
 from archipel.train.data import Shard
 from archipel.train.inner_steps import Solo
 from archipel.train.pool import Pool
 from archipel.train.replica import Replica, Run
-from archipel.train.task import NoTask, TaskConfig, UserTask, make_task
+from archipel.train.task import make_task
 
 A, B, C = NodeId("east", "a"), NodeId("east", "b"), NodeId("west", "c")
 

@@ -32,10 +32,11 @@ from archipel.live.restarts import Restarts
 from archipel.recipe import Recipe, parse_recipe
 from archipel.sim.topology import parse_topology
 from archipel.simulation import make_simulator
+from archipel.train.configs import NoTask
 from archipel.train.data import Shard
 from archipel.train.pool import Pool
 from archipel.train.replica import Replica, Run
-from archipel.train.task import NoTask, make_task
+from archipel.train.task import make_task
 
 TOPOLOGY = parse_topology(
     {"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}}

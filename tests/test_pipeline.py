@@ -177,7 +177,7 @@ def tied() -> nn.Sequential:
         (
             tied(),
             "pipeline.stages = 2: '2.weight' of stage 1 is also in stage 0; untie them (built-in "
-            "tasks: task.tied = false)",
+            "tasks: task.tied = false; causal_lm: task.config = {tie_word_embeddings: false})",
         ),
         (
             nn.Sequential(nn.Linear(2, 2), Pair(), nn.Linear(2, 2)),

@@ -18,9 +18,9 @@ from worlds import small
 from archipel import methods, simulation
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import Recipe, parse_recipe
+from archipel.train.configs import task_config
 from archipel.train.pool import Pool
 from archipel.train.replica import Run
-from archipel.train.task import task_config
 
 TASK = {
     "name": "synthetic",

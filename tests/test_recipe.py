@@ -20,7 +20,8 @@ from archipel.recipe import (
 )
 from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.topology import PRESETS, PROFILES, Profile, load_topology
-from archipel.train.task import StdlibTask, make_task
+from archipel.train.configs import StdlibTask
+from archipel.train.task import make_task
 from archipel.yamlfile import parse
 
 
@@ -298,12 +299,13 @@ def test_true_and_false_are_no_text(written: str) -> None:
                                   "'noloco'?)"),
         ("method: {name: }", "method.name = None: expected a name, as text"),
         ("method: {name: true}", "method.name = True: expected a name, as text"),
-        ("{method: halos, task: no}", "task = 'no': allowed are none, stdlib, synthetic, text and "
-                                      "your own 'file.py:function' (did you mean 'none'?)"),
+        ("{method: halos, task: no}", "task = 'no': allowed are none, stdlib, synthetic, text, "
+                                      "causal_lm and your own 'file.py:function' (did you mean "
+                                      "'none'?)"),
         ("{method: halos, task: {name: 3}}", "task.name = 3: expected a name, as text"),
         ("{method: halos, task: own.py}", "task = 'own.py': allowed are none, stdlib, synthetic, "
-                                          "text and your own 'file.py:function'; name its "
-                                          "function too: 'own.py:make'"),
+                                          "text, causal_lm and your own 'file.py:function'; name "
+                                          "its function too: 'own.py:make'"),
         ("{method: halos, topology: {name: }}", "topology.name = None: expected a name, as text"),
         ("{method: halos, topology: off}", "topology 'off' is neither a preset (halos-4x4, "
                                            "halos-4x4-2x, uneven-2-6, two-regions, one-node, "
@@ -670,7 +672,7 @@ def test_the_name_of_a_profile_is_text() -> None:
     [
         (
             "sdtlib",
-            "task = 'sdtlib': allowed are none, stdlib, synthetic, text and your own "
+            "task = 'sdtlib': allowed are none, stdlib, synthetic, text, causal_lm and your own "
             "'file.py:function' (did you mean 'stdlib'?)",
         ),
         ({"width": 0}, "task.width = 0: should be greater than or equal to 1"),

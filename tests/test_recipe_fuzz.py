@@ -28,7 +28,7 @@ from archipel.run.screening import ScreeningConfig
 from archipel.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
 from archipel.sim.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
-from archipel.train.task import CONFIGS
+from archipel.train.configs import CONFIGS
 
 WORDS = st.sampled_from(
     [

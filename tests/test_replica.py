@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from archipel.train.configs import TextTask
 from archipel.train.data import Shard
 from archipel.train.gpt import GPT, next_token_loss
 from archipel.train.replica import NonFiniteLoss, Replica, Run, TensorSpec
-from archipel.train.task import Schedule, Task, TextTask, make_task
+from archipel.train.task import Schedule, Task, make_task
 from archipel.vector import Layout
 
 CPU = torch.device("cpu")
@@ -116,9 +117,10 @@ def assert_trains_as_a_plain_loop(task: Task, pieces: Iterable[int] = (1, 6, 5))
         {"gradient_clip": 0.05},
         {"gradient_clip": None},
         {"schedule": None},
+        {"gradient_accumulation": 2},
         {"schedule": Schedule(warmup=0.5, final=0.3), "gradient_clip": 0.05},
     ],
-    ids=["default", "tight clip", "no clip", "constant rate", "long warm-up"],
+    ids=["default", "tight clip", "no clip", "constant rate", "in two parts", "long warm-up"],
 )
 def test_a_worker_trains_as_a_plain_loop(change: dict[str, Any]) -> None:
     assert_trains_as_a_plain_loop(replace(TASK, **change))

@@ -18,20 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from archipel.errors import UserError
+from archipel.train.configs import CONFIGS, GptTask, SyntheticTask, TextTask, UserTask, task_config
 from archipel.train.data import Shard
 from archipel.train.gpt import GPT, next_token_loss
-from archipel.train.task import (
-    CONFIGS,
-    GptTask,
-    Schedule,
-    SyntheticTask,
-    Task,
-    TextTask,
-    UserTask,
-    adamw,
-    make_task,
-    task_config,
-)
+from archipel.train.task import Schedule, Task, adamw, make_task
 
 SHARD = Shard(index=0, of=2, region=0, regions=2, seed=0)
 
@@ -369,8 +359,8 @@ def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(UserError) as error:
         task_config("stdlb")
     assert str(error.value) == (
-        "task = 'stdlb': allowed are none, stdlib, synthetic, text and your own 'file.py:function' "
-        "(did you mean 'stdlib'?)"
+        "task = 'stdlb': allowed are none, stdlib, synthetic, text, causal_lm and your own "
+        "'file.py:function' (did you mean 'stdlib'?)"
     )
 
 

@@ -27,12 +27,13 @@ from worlds import small
 from archipel import Schedule, Task, UserError, methods, simulation
 from archipel.recipe import Recipe, parse_recipe
 from archipel.train.batch import micro, tensors
+from archipel.train.configs import UserTask
 from archipel.train.data import Shard
 from archipel.train.inner_steps import Solo
 from archipel.train.pool_process import median_step_time_s
 from archipel.train.replica import Replica, Run
 from archipel.train.statistics import changing
-from archipel.train.task import UserTask, make_task
+from archipel.train.task import make_task
 from archipel.train.trial import try_out
 
 CPU = torch.device("cpu")

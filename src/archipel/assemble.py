@@ -17,12 +17,13 @@ from archipel import methods
 from archipel.actor import Actor, Vector, WorkerSpec, World
 from archipel.checkpoint import Every
 from archipel.errors import UserError
-from archipel.recipe import Recipe
+from archipel.recipe import DEFAULT_PROFILE, Recipe
 from archipel.sections import DEFAULT_STEPS
 from archipel.sim.schedule import make_faults
+from archipel.sim.topology import PROFILES
 from archipel.theory import moments
+from archipel.train.configs import CausalLmTask, NoTask
 from archipel.train.pipeline import Pipeline, split
-from archipel.train.task import NoTask
 from archipel.vector import Layout
 
 
@@ -122,6 +123,22 @@ def warn_of_divergence(recipe: Recipe) -> None:
             f"{workers} workers they stay together for {verdict.gamma_min:.2f} < gamma < "
             f"{verdict.gamma_max:.2f}, and come "
             f"together fastest with gamma = {verdict.gamma_best:.2f} (see: archipel theory noloco)",
+            stacklevel=2,
+        )
+
+
+def warn_of_size(recipe: Recipe, model_bytes: int) -> None:
+    """Warn if the clock takes a causal LM for the default profile's model, which has another size:
+    who brings a real model may well take the times for its own.
+    """
+    profile = PROFILES[DEFAULT_PROFILE]
+    named, own = recipe.profile == profile, model_bytes == profile.model_bytes
+    if isinstance(recipe.task, CausalLmTask) and named and not own:
+        warnings.warn(
+            f"profile {profile.name}: messages are timed as {profile.model_bytes:,} bytes and "
+            f"inner steps as {profile.step_time_s:.3g} s, whatever the task, whose model has "
+            f"{model_bytes:,} bytes; for its own times give `profile: measured`, or `profile: "
+            f"{{model_bytes: {model_bytes}, step_time_s: …}}`",
             stacklevel=2,
         )
 

@@ -16,7 +16,7 @@ from archipel.recipe import Recipe
 from archipel.report import Result
 from archipel.run.wire import BYTES_PER_ENTRY
 from archipel.sim.topology import Profile, Topology
-from archipel.train.task import NoTask
+from archipel.train.configs import NoTask
 
 COMPARED = {
     "time_s": "time, s",

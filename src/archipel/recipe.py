@@ -29,7 +29,7 @@ from archipel.sim.topology import (
     load_topology,
     parse_topology,
 )
-from archipel.train.task import GptTask, TaskConfig, task_config
+from archipel.train.configs import CausalLmTask, GptTask, TaskConfig, task_config
 from archipel.yamlfile import dump, parse, read_mapping
 
 KEYS = (
@@ -175,7 +175,7 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
             f"pipeline.stages = {pipeline.stages}: topology {topology.name!r} has "
             f"{len(topology.workers)} workers, which is no multiple of that"
         )
-    task = _task(section(data.get("task", "stdlib"), "task"), tied=pipeline.stages == 1)
+    task = _task(section(data.get("task", "stdlib"), "task"), in_stages=pipeline.stages > 1)
     recipe = Recipe(
         label=label,
         method=method,
@@ -403,10 +403,12 @@ def _profile(value: Any) -> Profile | None:
     return checked(Profile, fields, "profile")
 
 
-def _task(fields: dict[str, Any], *, tied: bool) -> TaskConfig:
+def _task(fields: dict[str, Any], *, in_stages: bool) -> TaskConfig:
     config = task_config(str(fields.get("name", "stdlib")))
     if issubclass(config, GptTask):
-        fields = {"tied": tied, **fields}
+        fields = {"tied": not in_stages, **fields}
+    if issubclass(config, CausalLmTask):
+        fields = {"blocks": in_stages, **fields}
     return checked(config, {"name": "stdlib", **fields}, "task")
 
 

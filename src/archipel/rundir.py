@@ -46,11 +46,14 @@ CHECKPOINTS = "checkpoint"
 """The folder of a run directory that holds its checkpoints, until the run has ended."""
 LIVE = "live"
 """The folder, in that one, in which each node of a live run has one of its own."""
+MODEL = "model"
+"""The folder of a run directory that holds the model as its task exports it."""
 LEFT = {
     "recipe.yaml",
     "metrics.jsonl",
     "trace.json",
     "weights.safetensors",
+    MODEL,
     "summary.json",
     CHECKPOINTS,
 }
@@ -402,6 +405,9 @@ def leave(
                 raise OSError(
                     errno.EIO, str(error), str(directory / "weights.safetensors")
                 ) from None
+        if ended.task is not None and ended.task.export is not None:
+            with _replacing_folder(directory / MODEL) as folder:
+                ended.task.export(weights, folder)
     with _replacing(directory / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=2) + "\n")
     if stopped != INTERRUPTED:
@@ -422,3 +428,19 @@ def _replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _replacing_folder(folder: Path) -> Iterator[Path]:
+    """Another folder to write files in; when that is done, it takes the place of `folder`."""
+    temporary = folder.with_name(f".{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            checkpoint.flush(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

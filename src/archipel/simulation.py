@@ -29,6 +29,7 @@ from archipel.assemble import (
     check_saved_by_tokens,
     pipeline_of,
     planned_steps,
+    warn_of_size,
 )
 from archipel.checkpoint import Every
 from archipel.encoding import Surroundings
@@ -42,10 +43,10 @@ from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.schedule import make_faults
 from archipel.sim.topology import Profile
+from archipel.train.configs import NoTask
 from archipel.train.cut import boundary_bytes, cut_of
 from archipel.train.pool import Pool
 from archipel.train.replica import Run
-from archipel.train.task import NoTask
 from archipel.train.trainer import NoTraining
 from archipel.vector import Layout
 
@@ -141,6 +142,8 @@ def simulate(
     recipe = replace(recipe, profile=recipe.profile or measure_profile(pool))
     simulator = make_simulator(recipe, pool, progress)
     check_saved_by_tokens(every, recipe, simulator.state.census.plan.tokens_per_step)
+    if pool:
+        warn_of_size(recipe, 4 * pool.replica.layout.numel)
     if resume and checkpoint.checkpoints(directory / CHECKPOINTS):
         started -= load_checkpoint(directory, recipe, simulator)
     else:

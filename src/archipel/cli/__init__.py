@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import archipel
-from archipel.cli import clusters, questions, runs, terminal
+from archipel.cli import clusters, questions, runs, terminal, texts
 from archipel.errors import TrainingError, UserError
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ app.command()(runs.resume)
 app.command()(runs.launch)
 app.command()(runs.report)
 app.command("list")(questions.list_names)
+app.command()(texts.tokenize)
 app.command()(questions.study)
 app.command()(questions.latency)
 app.command()(questions.fuzz)

@@ -31,7 +31,7 @@ from archipel.sim.topology import MEASURED, PRESETS, PROFILES, load_topology
 from archipel.theory import latency as model
 from archipel.theory import moments
 from archipel.theory import plots as plots_of
-from archipel.train.task import CONFIGS
+from archipel.train.configs import CONFIGS
 from archipel.yamlfile import dump
 
 SECTIONS: dict[str, type[BaseModel]] = {

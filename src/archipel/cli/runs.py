@@ -54,7 +54,8 @@ def compare(
     task: Annotated[
         str,
         typer.Option(
-            help="stdlib, synthetic, text (with --set task.path=…), none, or file.py:function."
+            help="stdlib, synthetic, text (with --set task.path=…), causal_lm (with --set "
+            "task.model=… and task.data=…), none, or file.py:function."
         ),
     ] = "stdlib",
     faults: Annotated[

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from archipel.actor import Actor, Vector
 from archipel.errors import TrainingError
+from archipel.train.configs import NoTask, TaskConfig
 from archipel.train.cut import parts_of
 from archipel.train.pipeline import Pipeline, split
 from archipel.train.replica import layout_of
-from archipel.train.task import CPU, NoTask, TaskConfig, make_task
+from archipel.train.task import CPU, make_task
 
 SMALL = 1024
 """A vector of fewer entries travels with its actor."""

@@ -47,7 +47,7 @@ from archipel.recipe import Recipe
 from archipel.run.census import Census
 from archipel.run.metrics import Recorder, merged
 from archipel.rundir import CHECKPOINTS, INTERRUPTED, LIVE, Ended
-from archipel.train.task import NoTask
+from archipel.train.configs import NoTask
 from archipel.vector import largest
 
 

@@ -25,12 +25,13 @@ from archipel.recipe import Recipe
 from archipel.run.census import Plan
 from archipel.sim.schedule import Faults
 from archipel.sim.topology import Profile
+from archipel.train.configs import NoTask
 from archipel.train.cut import boundary_bytes, parts_of
 from archipel.train.data import Shard, shards_of
 from archipel.train.pipeline import Pipeline, split
 from archipel.train.pool_process import median_step_time_s
 from archipel.train.replica import Replica, Run, layout_of
-from archipel.train.task import CPU, NoTask, Task, make_task
+from archipel.train.task import CPU, Task, make_task
 from archipel.train.trial import try_out
 
 

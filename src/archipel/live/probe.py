@@ -34,10 +34,11 @@ from archipel.live.prepare import shards
 from archipel.live.ray_host import line_of
 from archipel.recipe import Recipe
 from archipel.sim.topology import RegionLink, Topology
+from archipel.train.configs import NoTask, TaskConfig
 from archipel.train.data import Shard
 from archipel.train.pool_process import median_step_time_s
 from archipel.train.replica import Replica, Run
-from archipel.train.task import NoTask, TaskConfig, make_task
+from archipel.train.task import make_task
 from archipel.transport.frames import Address
 from archipel.transport.keys import Keys
 from archipel.transport.transport import Transport

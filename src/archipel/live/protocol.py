@@ -18,10 +18,10 @@ from archipel.run.codec import Codec
 from archipel.run.metrics import Recorder
 from archipel.run.screening import ScreeningConfig
 from archipel.sim.topology import Topology
+from archipel.train.configs import NoTask, TaskConfig
 from archipel.train.data import Shard
 from archipel.train.pipeline import Pipeline
 from archipel.train.replica import Run
-from archipel.train.task import NoTask, TaskConfig
 from archipel.transport.frames import Address
 
 # What a host is told

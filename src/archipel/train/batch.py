@@ -126,6 +126,19 @@ def micro(batch: Batch, parts: int) -> list[Batch]:
     return [_piece(batch, i, parts, rows) for i in range(parts)]
 
 
+def first_part(task: Task, batch: Batch) -> Batch:
+    """The part of a training batch that goes through the model first.
+
+    Raises:
+        UserError: the batch cannot be cut like that.
+    """
+    parts = task.gradient_accumulation
+    try:
+        return micro(batch, parts)[0]
+    except UserError as error:
+        raise UserError(f"Task.gradient_accumulation = {parts}: {error}") from None
+
+
 def _piece(batch: Batch, i: int, parts: int, rows: int | None) -> Batch:
     """Part `i` of a batch; its first tensor has `rows` rows."""
     match batch:

@@ -126,7 +126,8 @@ def parts(model: nn.Sequential, ends: Sequence[int]) -> list[nn.Sequential]:
                 raise UserError(
                     f"pipeline.stages = {len(found)}: {name!r} of stage {k} is also in stage "
                     f"{owner[id(parameter)]}; "
-                    f"untie them (built-in tasks: task.tied = false)"
+                    f"untie them (built-in tasks: task.tied = false; causal_lm: task.config = "
+                    "{tie_word_embeddings: false})"
                 )
     return found
 

@@ -39,6 +39,7 @@ class Shard:
         region, regions: the rank of its region, and how many there are.
         seed: of the run.
         split: `train`, or `valid` for the validation data, which is the same for all workers.
+        in_region, of_region: the worker's rank in its region, and how many workers that has.
     """
 
     index: int
@@ -47,6 +48,8 @@ class Shard:
     regions: int
     seed: int
     split: Literal["train", "valid"] = "train"
+    in_region: int = 0
+    of_region: int = 1
 
     def rng(self, index: int) -> np.random.Generator:
         """Random numbers for batch `index` of this shard. Validation batches are the same in all
@@ -61,7 +64,15 @@ def shards_of(regions: Sequence[str], seed: int) -> tuple[Shard, ...]:
     """The shards of workers that live in `regions`, in rank order."""
     names = list(dict.fromkeys(regions))
     return tuple(
-        Shard(i, len(regions), names.index(region), len(names), seed)
+        Shard(
+            i,
+            len(regions),
+            names.index(region),
+            len(names),
+            seed,
+            in_region=regions[:i].count(region),
+            of_region=regions.count(region),
+        )
         for i, region in enumerate(regions)
     )
 

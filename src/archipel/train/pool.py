@@ -30,13 +30,14 @@ from torch import Tensor
 from archipel import pyfile
 from archipel.actor import Gradient, NodeId, Trained, Vector
 from archipel.errors import Diverged, TrainingError, UserError
+from archipel.train.configs import TaskConfig
 from archipel.train.cut import parts_of
 from archipel.train.data import shards_of
 from archipel.train.pipeline import Pipeline
 from archipel.train.pool_process import Setup, specs_of, split_memory
 from archipel.train.replica import NonFiniteLoss, Replica, Run
 from archipel.train.shared_memory import anonymous_file, shared_tensors
-from archipel.train.task import TaskConfig, make_task
+from archipel.train.task import make_task
 from archipel.train.trainer import Promise
 from archipel.vector import largest
 

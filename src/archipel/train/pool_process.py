@@ -22,13 +22,14 @@ from torch import Tensor
 
 from archipel.errors import UserError
 from archipel.pyfile import whereabouts
+from archipel.train.configs import TaskConfig
 from archipel.train.data import Shard
 from archipel.train.optimizer_state import TensorSpec
 from archipel.train.pipeline import Pipeline
 from archipel.train.replica import NonFiniteLoss, Replica, Run
 from archipel.train.shared_memory import shared_tensors
 from archipel.train.stages import Stages
-from archipel.train.task import Task, TaskConfig, make_task
+from archipel.train.task import Task, make_task
 from archipel.train.trial import try_out
 
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from archipel.errors import UserError
-from archipel.train.batch import batch_of, check_loss, loss_of
+from archipel.train.batch import batch_of, check_loss, loss_of, micro
 from archipel.train.data import Shard
 from archipel.train.optimizer_state import OptimizerState, TensorSpec, swap
 from archipel.train.seeding import seed_everything, seed_step, seeds_kept
 from archipel.train.statistics import Unchanged, changing
-from archipel.train.task import Task
+from archipel.train.task import Batch, Task
 from archipel.vector import Layout, beside, parameters, places
 
 VALIDATION_SEED = 0x7A11D
@@ -272,25 +272,21 @@ class Replica:
 
     # How
 
-    def _loss(self, shard: Shard, index: int) -> Tensor:
-        return loss_of(self.task, self.module, batch_of(self.task, shard, index), self.device)
-
     def _valid_loss(self, index: int) -> float:
         """The same noise in all runs, whatever their seed, as the data."""
         shard = Shard(0, 1, 0, 1, self.run.seed, "valid")
         seed_everything(VALIDATION_SEED + index, self.device)
-        loss = self._loss(shard, index)
+        loss = loss_of(self.task, self.module, batch_of(self.task, shard, index), self.device)
         check_loss(loss)
         return float(loss)
 
     def _backward(self, shard: Shard, index: int) -> Tensor:
         seed_step(self.run.seed, shard, index, self.device)
         self.zero_gradient()
-        loss = self._loss(shard, index)
-        check_loss(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        batch = batch_of(self.task, shard, index)
+        loss = add_gradient(self.task, self.module, batch, self.device)
         self.collect()
-        return loss.detach()
+        return loss
 
     def _load(self, theta: Tensor) -> None:
         self.theta.copy_(theta)
@@ -342,6 +338,20 @@ class Replica:
         self.grad.normal_(generator=seed)
         with seeds_kept(self.device):
             self.optimizer.step()
+
+
+def add_gradient(task: Task, module: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    """Add the gradient of the task's loss on a batch to those of `module`, one part of the batch
+    after the other; the mean loss, a 0-d tensor.
+    """
+    parts, losses = micro(batch, task.gradient_accumulation), []
+    for part in parts:
+        loss = loss_of(task, module, part, device)
+        check_loss(loss)
+        loss = loss / len(parts) if len(parts) > 1 else loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 def layout_of(task: Task, module: nn.Module, device: torch.device) -> Layout:

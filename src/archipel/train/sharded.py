@@ -24,9 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from archipel.errors import UserError
-from archipel.train.batch import check_loss, loss_of, micro
+from archipel.train.batch import micro
 from archipel.train.data import Shard
-from archipel.train.replica import Run, finite, layout_of, set_learning_rate
+from archipel.train.replica import Run, add_gradient, finite, layout_of, set_learning_rate
 from archipel.train.seeding import seed_everything, seed_step
 from archipel.train.task import Task
 from archipel.vector import integer_buffers, parameters, places
@@ -164,10 +164,8 @@ class ShardedReplica:
         seed_step(self.run.seed, shard, index * self.processes + self.rank, self.device)
         self.optimizer.zero_grad()
         batch = micro(self.task.batches(shard, index), self.processes)[self.rank]
-        loss = loss_of(self.task, self.module, batch, self.device)
-        check_loss(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
-        mean = loss.detach().float().cpu() / self.processes
+        loss = add_gradient(self.task, self.module, batch, self.device)
+        mean = loss.float().cpu() / self.processes
         dist.all_reduce(mean)
         return mean
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from archipel.errors import UserError
-from archipel.train.batch import batch_of, loss_of
+from archipel.train.batch import batch_of, first_part, loss_of
 from archipel.train.data import Shard
 from archipel.train.seeding import seed_step, seeds_kept
 from archipel.train.task import Task, blaming
@@ -44,7 +44,7 @@ def changing(task: Task, device: torch.device) -> frozenset[str]:
         shard = Shard(0, 1, 0, 1, seed=0)
         seed_step(0, shard, 0, device)
         with blaming("task.batches"):
-            batch = batch_of(task, shard, 0)
+            batch = first_part(task, batch_of(task, shard, 0))
         with blaming("task.loss"):
             loss_of(task, module, batch, device)
     names = _of_norms(module)

@@ -7,25 +7,37 @@ their configuration. What does not: how inner steps are taken (`replica.py`), or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from archipel.errors import UserError, nearest
 from archipel.pyfile import import_file, place_of, whereabouts
-from archipel.train import data
+from archipel.train import causal_lm, data
+from archipel.train.configs import (
+    CausalLmTask,
+    GptTask,
+    StdlibTask,
+    SyntheticTask,
+    TaskConfig,
+    TextTask,
+    UserTask,
+)
 from archipel.train.data import Corpus, Shard
+from archipel.train.documents import Source
 from archipel.train.gpt import GPT, next_token_loss
+from archipel.train.packed import packed, sequences_in
 from archipel.train.seeding import seed_everything, seeds_kept
+from archipel.train.shapes import SHAPES
+from archipel.train.tokenizer import load_tokenizer
 
 Batch = Any
 UNNAMED = "a task of your own"
@@ -80,12 +92,18 @@ class Task:
         valid_batches: how many batches an evaluation sees.
         tokens_per_step: tokens (or samples) of one batch, for the records; None: not known, and
             the records count inner steps alone.
+        gradient_accumulation: into how many equal parts a batch is cut, whose gradients are taken
+            one after the other and averaged: less memory, and one step of the optimizer all the
+            same. A model in stages is cut by `pipeline.micro_batches` instead.
         gradient_clip: largest norm of a gradient; None: as it is.
         schedule: the learning rate over the run; None: constant.
         autocast: run the forward pass in this type; None: as the model is.
         description: what it is, for the report.
         loss_name: what the loss is, and its unit.
         entropy_rate: the best possible loss, where it is known.
+        export: writes a state dict of the model, and what belongs beside it, into an empty folder,
+            in a format that others read: the folder `model` of a run directory; None: there is no
+            such format.
 
     Raises:
         UserError: a field has the wrong type, or a number is out of range.
@@ -97,12 +115,14 @@ class Task:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     valid_batches: int = 8
     tokens_per_step: int | None = None
+    gradient_accumulation: int = 1
     gradient_clip: float | None = 1.0
     schedule: Schedule | None = Schedule()
     autocast: torch.dtype | None = None
     description: str = UNNAMED
     loss_name: str = "validation loss"
     entropy_rate: float | None = None
+    export: Callable[[Mapping[str, Tensor], Path], None] | None = None
 
     def __post_init__(self) -> None:
         for name, gives in (
@@ -116,7 +136,7 @@ class Task:
             made = isinstance(value, nn.Module) and name in ("model", "optimizer")
             if made or not callable(value):
                 _refuse(name, f"a {type(value).__name__}", gives)
-        for name in ("valid_batches", "tokens_per_step"):
+        for name in ("valid_batches", "tokens_per_step", "gradient_accumulation"):
             count: Any = getattr(self, name)
             if count is None and name == "tokens_per_step":
                 continue
@@ -134,6 +154,8 @@ class Task:
                 _refuse(name, repr(getattr(self, name)), "a text")
         if rate is not None and not (_is_number(rate) and math.isfinite(rate)):
             _refuse("entropy_rate", repr(rate), "a finite number, or None")
+        if self.export is not None and not callable(self.export):
+            _refuse("export", repr(self.export), "a function of a state dict and a folder, or None")
 
     def seeded_model(self, seed: int) -> nn.Module:
         """A fresh model whose random initial weights depend on `seed` alone.
@@ -212,128 +234,6 @@ def _refuse(name: str, value: str, allowed: str) -> NoReturn:
     raise UserError(f"Task.{name} = {value}: must be {allowed}")
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class TaskConfig(BaseModel):
-    """Base of the tasks' configurations: unknown keys and wrong types are refused, nothing changes
-    later.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    name: str
-
-
-class NoTask(TaskConfig):
-    """Timing only: the actors run with empty vectors and nothing is trained."""
-
-    name: Literal["none"] = "none"
-
-
-class UserTask(TaskConfig):
-    """A function of the user's that returns a `Task`: `name: mytask.py:make`."""
-
-
-class GptTask(TaskConfig):
-    """What the built-in language tasks share: a small GPT, and AdamW as published (HALoS, arXiv
-    2506.04531) but for the sizes.
-    """
-
-    layers: int = Field(2, ge=1, description="blocks of the GPT")
-    width: int = Field(32, ge=1, description="width of the residual stream")
-    heads: int = Field(
-        2, ge=1, description="attention heads; the width must be a multiple of their number"
-    )
-    tied: bool = Field(
-        True,
-        description="one table is both input embedding and output layer; false by default for a "
-        "model in stages",
-    )
-    sequence: int = Field(64, ge=2, le=65_536, description="tokens per sequence")
-    batch_size: int = Field(4, ge=1, description="sequences per inner step")
-    valid_sequences: int = Field(128, ge=1, description="sequences per evaluation")
-    lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
-    betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.95), strict=False, description="β₁ and β₂ of AdamW"
-    )  # YAML has lists, not tuples
-    eps: float = Field(1e-8, gt=0, description="ε of AdamW")
-    weight_decay: float = Field(0.1, ge=0, description="weight decay of AdamW; only matrices decay")
-    gradient_clip: float | None = Field(
-        1.0, gt=0, description="a gradient with a larger norm is scaled down to it; null: never"
-    )
-    warmup: float = Field(
-        0.05, ge=0, le=1, description="share of the run in which the learning rate rises"
-    )
-    precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="bf16: the forward pass runs in autocast; weights stay fp32"
-    )
-    dirichlet: float | None = Field(
-        None,
-        gt=0,
-        description="how alike the regions' data are: concentration of each region's mixture of "
-        "classes; null: all regions draw from the same data",
-    )
-
-
-class StdlibTask(GptTask):
-    """The source of Python's own standard library, in bytes: every machine has it, and nothing is
-    downloaded.
-    """
-
-    name: Literal["stdlib"] = "stdlib"
-
-
-class SyntheticTask(GptTask):
-    """Random Markov chains of known entropy: how far from the best possible loss is a number."""
-
-    name: Literal["synthetic"] = "synthetic"
-    vocabulary: int = Field(
-        64, ge=2, le=8192, description="different tokens of all sources together"
-    )
-    sources: int = Field(
-        4,
-        ge=1,
-        le=64,
-        description="how many Markov chains there are, each with an alphabet of its own",
-    )
-
-
-class TextTask(GptTask):
-    """Any file or folder of text, in bytes."""
-
-    name: Literal["text"] = "text"
-    path: str = Field(description="the text: a file or a folder")
-
-
-CONFIGS: dict[str, type[TaskConfig]] = {
-    "none": NoTask,
-    "stdlib": StdlibTask,
-    "synthetic": SyntheticTask,
-    "text": TextTask,
-}
-
-
-def task_config(name: str) -> type[TaskConfig]:
-    """The kind of configuration that the task called `name` has.
-
-    Raises:
-        UserError: there is no such task.
-    """
-    if ":" in name:
-        return UserTask
-    if name not in CONFIGS:
-        meant = (
-            f"; name its function too: '{name}:make'"
-            if name.endswith(".py")
-            else nearest(name, CONFIGS)
-        )
-        raise UserError(
-            f"task = {name!r}: allowed are {', '.join(CONFIGS)} and your own "
-            f"'file.py:function'{meant}"
-        )
-    return CONFIGS[name]
-
-
 def make_task(config: TaskConfig) -> Task:
     """The task that `config` describes.
 
@@ -349,6 +249,8 @@ def make_task(config: TaskConfig) -> Task:
             return _gpt_task(
                 config, data.folder_corpus(Path(config.path), config.sequence + 1), "byte"
             )
+        case CausalLmTask():
+            return _causal_lm_task(config)
         case UserTask():
             return _user_task(config.name)
         case _:
@@ -417,6 +319,67 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
         loss_name=f"validation loss (nats per {unit})",
         entropy_rate=corpus.entropy_rate,
     )
+
+
+def _causal_lm_task(config: CausalLmTask) -> Task:
+    published = config.model in SHAPES
+    named = config.tokenizer or ("bytes" if published else config.model)
+    tokenizer = load_tokenizer(named, config.end_of_text)
+    length = config.sequence
+    model = causal_lm.pretrained(
+        config.model,
+        config.config,
+        tokenizer,
+        length,
+        from_scratch=config.from_scratch,
+        checkpointing=config.gradient_checkpointing,
+        blocks=config.blocks,
+    )
+    source = Source(config.data, config.subset, config.text_column, config.region_column)
+    tokens = packed(source, config.split, config.valid, tokenizer, config.cache)
+    held_out = sequences_in(tokens.valid, length)
+    if not held_out:
+        raise UserError(
+            f"task.data = {config.data!r}: {tokens.documents} documents with "
+            f"{sum(map(len, tokens.train))} tokens for training and {len(tokens.valid)} for "
+            f"validation are too little: each need {length + 1} tokens (task.sequence and one "
+            "more); give more text or a shorter sequence"
+        )
+    valid_size = min(config.batch_size, held_out)
+    valid_batches = max(1, min(config.valid_sequences, held_out) // valid_size)
+    step_size = config.batch_size * config.gradient_accumulation
+
+    def batches(shard: Shard, index: int) -> Tensor:
+        if shard.split == "valid":
+            return tokens.valid_batch(index, valid_size, valid_batches, length)
+        return tokens.train_batch(shard, index, step_size, length)
+
+    weights = "random weights" if model.weights is None else f"weights of {model.weights}"
+    regions = f", regions differ by {config.region_column}" if config.region_column else ""
+    return Task(
+        model=model.make,
+        loss=next_token_loss if config.blocks else causal_lm.next_token_loss,
+        batches=batches,
+        optimizer=lambda module: adamw(
+            module, config.lr, config.betas, config.eps, config.weight_decay
+        ),
+        valid_batches=valid_batches,
+        tokens_per_step=step_size * length,
+        gradient_accumulation=config.gradient_accumulation,
+        gradient_clip=config.gradient_clip,
+        schedule=Schedule(warmup=config.warmup),
+        autocast=torch.bfloat16 if config.precision == "bf16" else None,
+        description=f"{config.model}{_changed(config)} ({model.size:,} parameters, {weights}) on "
+        f"{config.data} ({tokens.documents:,} documents, {sum(map(len, tokens.train)):,} tokens of "
+        f"{named}, sha256 {tokens.digest[:8]}){regions}",
+        loss_name="validation loss (nats per token)",
+        export=causal_lm.exporter(model, tokenizer),
+    )
+
+
+def _changed(config: CausalLmTask) -> str:
+    changes = ", ".join(f"{key} {value}" for key, value in config.config.items())
+    return f" with {changes}" if changes else ""
 
 
 def adamw(

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from archipel.errors import UserError
-from archipel.train.batch import batch_of, check_loss, loss_of
+from archipel.train.batch import batch_of, check_loss, first_part, loss_of
 from archipel.train.data import Shard
 from archipel.train.replica import NonFiniteLoss, Replica
 from archipel.train.seeding import seed_step, seeds_kept
@@ -47,6 +47,8 @@ def _check_functions(replica: Replica, shard: Shard) -> None:
         seed_step(shard.seed, shard, 0, device)
         with blaming("task.batches"):
             batch = batch_of(task, where, 0)
+        if where is shard:
+            batch = first_part(task, batch)
         try:
             with blaming("task.loss"):
                 loss = loss_of(task, replica.module, batch, device)
