@@ -17,7 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,6 @@ KEPT_S = 86_400.0
 """So long a run that has ended waits for somebody to whom its end can be shown."""
 LINGER_S = 10.0
 """So long it stays when that has been done, for others that follow it too."""
-MOST_SAID = 1000
-"""Most lines of trouble that are kept; the first ones go."""
 
 Outcome = Comparison | UserError | TrainingError | OSError | Interrupted
 """What a run has come to: itself, with its report, or what it was ended by."""
@@ -60,8 +58,7 @@ class Report:
         machine: address of the machine where its watch runs, and its run directory lies.
         directory: its run directory there.
         now: how far it is; None: it has not begun.
-        said: trouble, from the line on that was asked for.
-        lines: how many lines have been said since the start.
+        said: lines of trouble, but those that whoever asks has seen.
         outcome: what it has come to; None: it goes on.
     """
 
@@ -70,7 +67,6 @@ class Report:
     directory: Path
     now: Now | None
     said: list[str]
-    lines: int
     outcome: Outcome | None
 
 
@@ -80,17 +76,16 @@ class DetachedRun:
     Args:
         name, machine, directory: see `Report`.
         recipe: as YAML.
-        options: of `experiment.launch`.
+        settings: arguments of `experiment.launch`.
     """
 
     def __init__(
-        self, name: str, machine: str, directory: Path, recipe: str, options: dict[str, Any]
+        self, name: str, machine: str, directory: Path, recipe: str, settings: dict[str, Any]
     ) -> None:
         self.name, self.machine, self.directory = name, machine, directory
-        self.recipe, self.options = recipe, options
+        self.recipe, self.settings = recipe, settings
         self.now: Now | None = None
         self.said: list[str] = []
-        self.forgotten = 0  # lines that were said before those in `said`
         self.outcome: Outcome | None = None
         self.stopping = False
         self.dismissed = threading.Event()
@@ -108,7 +103,7 @@ class DetachedRun:
             warnings.showwarning = lambda message, *_: self._hear(str(message))
             try:
                 recipe, out = load_recipe(parse(self.recipe)), self.directory.parent
-                result = experiment.launch(recipe, out=out, progress=self._tell, **self.options)
+                result = experiment.launch(recipe, out=out, progress=self._tell, **self.settings)
                 return experiment.compared([result], out, recipe.run.target_loss)
             except (UserError, TrainingError, OSError, Interrupted) as error:
                 return error
@@ -124,17 +119,13 @@ class DetachedRun:
 
     def _hear(self, text: str) -> None:
         self.said.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {text}")
-        if len(self.said) > MOST_SAID:
-            del self.said[0]
-            self.forgotten += 1
 
     @ray.method(concurrency_group="questions")
     def report(self, seen: int) -> Report:
         """How it stands, and what has been said after the first `seen` lines."""
-        outcome = self.outcome  # before `said`, for nothing is said after the end
-        said = self.said[max(0, seen - self.forgotten) :]
-        lines = self.forgotten + len(self.said)
-        return Report(self.name, self.machine, self.directory, self.now, said, lines, outcome)
+        outcome = self.outcome  # before `said`: nothing is said after the end
+        said = self.said[seen:]
+        return Report(self.name, self.machine, self.directory, self.now, said, outcome)
 
     @ray.method(concurrency_group="questions")
     def stop(self) -> None:
@@ -147,7 +138,15 @@ class DetachedRun:
         self.dismissed.set()
 
 
-RayRun = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"questions": 1})(DetachedRun)
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"questions": 1})
+class RayRun(DetachedRun):
+    """The same as a Ray actor. It calls itself: a call of the command's would be lost if the
+    command ended before the actor's process is up.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        ray.get_runtime_context().current_actor.run.remote()
 
 
 def begin(
@@ -155,17 +154,18 @@ def begin(
     *,
     address: str | None,
     insecure: bool = False,
+    strict: bool = False,
+    checkpoint_every: str | int | None = None,
     out: Path | None = None,
     tell: Callable[[str], None] = say_nothing,
-    **options: Any,
 ) -> Report:
     """Start `recipe` on the cluster's head machine, and leave it alone once its hosts train.
 
     Args:
         address: of a running Ray cluster.
+        insecure, strict, checkpoint_every: see `experiment.launch`.
         out: the folder for the run directory, on the head machine; None: a new one,
             `runs/launch-DATE`. A relative path begins where the command runs.
-        insecure, options: see `experiment.launch`.
         tell: is told what is being done.
 
     Raises:
@@ -181,18 +181,22 @@ def begin(
             "and give its address"
         )
     out = Path.cwd() / (out or Path("runs", rundir.dated_name("launch")))
-    options |= {"address": address, "insecure": insecure}
+    settings = {
+        "address": address,
+        "insecure": insecure,
+        "strict": strict,
+        "checkpoint_every": checkpoint_every,
+    }
     with _joined(address, insecure=insecure):
         machine = head()
-        run, name = _make(recipe, machine, out, options)
+        run, name = _make(recipe, machine, out / rundir.name_of(recipe), settings)
         tell(f"{name} is being started on {machine.address}")
-        run.run.remote()
         with _left_alone(name, address, insecure=insecure):
             for report in _reports(run, name):
                 if report.now is not None:
                     break
         if isinstance(report.outcome, BaseException):
-            run.dismiss.remote()
+            _dismiss(run)
             raise report.outcome
     return report
 
@@ -231,7 +235,7 @@ def attach(
             for report in _reports(run, name):
                 if report.now is not None:
                     progress(name, report.now)
-        ray.get(run.dismiss.remote(), timeout=ANSWER_S)
+        _dismiss(run)
     assert report.outcome is not None
     if isinstance(report.outcome, UserError | TrainingError | OSError):
         raise report.outcome
@@ -249,19 +253,22 @@ def _joined(address: str, *, insecure: bool) -> Iterator[None]:
         yield
 
 
-def _make(recipe: Recipe, machine: Machine, out: Path, options: dict[str, Any]) -> tuple[Any, str]:
-    """The actor of a run, and its name: that of its run directory, if no other run there has it."""
+def _make(
+    recipe: Recipe, machine: Machine, directory: Path, settings: dict[str, Any]
+) -> tuple[Any, str]:
+    """The actor of a run, and its name: that of its directory, or, if another run has it, with a
+    number.
+    """
     for number in itertools.count(1):
-        name = rundir.name_of(recipe) + f"-{number}" * (number > 1)
-        named = RayRun.options(
+        name = directory.name + f"-{number}" * (number > 1)
+        named = RayRun.options(  # type: ignore[attr-defined]
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
             scheduling_strategy=on(machine),
         )
         try:
-            directory = out / rundir.name_of(recipe)
-            run = named.remote(name, machine.address, directory, recipe.to_yaml(), options)
+            run = named.remote(name, machine.address, directory, recipe.to_yaml(), settings)
         except ray.exceptions.ActorAlreadyExistsError:
             continue
         break
@@ -319,7 +326,7 @@ def _reports(run: Any, name: str) -> Iterator[Report]:
         report = _ask(run, name, seen)
         for text in report.said:
             warnings.warn(text, stacklevel=2)
-        seen = report.lines
+        seen += len(report.said)
         yield report
         if report.outcome is not None:
             return
@@ -342,6 +349,12 @@ def _ask(run: Any, name: str, seen: int) -> Report:
         raise TrainingError(
             f"{name}: the process that watches it has died, and its hosts end with it; on its "
             "machine, `archipel resume` with its run directory goes on from the last save. Ray "
-            f"says: {' '.join(str(error).split())[:400]}"
+            f"says: {' '.join(str(error).split())[:200]}"
         ) from None
     return report
+
+
+def _dismiss(run: Any) -> None:
+    """The end of a run has been shown: it may leave. It may have done so already."""
+    with suppress(ray.exceptions.RayError):
+        ray.get(run.dismiss.remote(), timeout=ANSWER_S)
