@@ -34,6 +34,7 @@ def run_that(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.filterwarnings("default:east")
 def test_what_a_run_says_is_kept_and_told_once(run_that: Any) -> None:
     given = {}
 

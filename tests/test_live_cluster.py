@@ -36,11 +36,11 @@ run: {steps: 100, evaluations: 2}
 """
 
 DETACHED = """
-method: {name: noloco, inner_steps: 5}
-topology: {regions: {east: [1.0, 1.0]}}
+method: {name: diloco, inner_steps: 5}
+topology: {regions: {east: [1.0]}}
 profile: {name: here, model_bytes: 20000, step_time_s: 0.02}
 task: {name: synthetic, width: 16, valid_sequences: 8}
-run: {steps: 400, evaluations: 2}
+run: {steps: 100, evaluations: 2}
 live: {pace: profile}
 """
 
@@ -226,33 +226,33 @@ def test_a_run_goes_on_when_its_command_is_killed_and_attach_shows_its_end(
     (cluster.folder / "detached.yaml").write_text(DETACHED)
     with cluster.popen("launch", "detached.yaml", "--detach", "--out", "kept") as command:
         assert command.stderr is not None
-        assert next(command.stderr) == f"archipel: noloco-seed0 is being started on {cluster.ip}\n"
+        assert next(command.stderr) == f"archipel: diloco-seed0 is being started on {cluster.ip}\n"
         command.kill()  # before the run's process is up
-    code, _, err = cluster.archipel("attach", "nolco-seed0")
+    code, _, err = cluster.archipel("attach", "dilco-seed0")
     assert (code, err) == (
         2,
-        f"archipel: 'nolco-seed0': no detached run at {cluster.address} has that name; there are: "
-        "noloco-seed0 (did you mean 'noloco-seed0'?)\n",
+        f"archipel: 'dilco-seed0': no detached run at {cluster.address} has that name; there are: "
+        "diloco-seed0 (did you mean 'diloco-seed0'?)\n",
     )
     code, out, err = cluster.archipel("attach", "--json")
     assert code == 0, err
-    run = cluster.folder / "kept/noloco-seed0"
-    assert f"archipel: noloco-seed0 is on {cluster.ip}, in {run}\n" in err
-    assert "noloco-seed0: 4" in err  # its progress: "400/400 steps" is the last line
+    run = cluster.folder / "kept/diloco-seed0"
+    assert f"archipel: diloco-seed0 is on {cluster.ip}, in {run}\n" in err
+    assert "diloco-seed0: 100/100 steps" in err
     [shown], summary = json.loads(out)["runs"], json.loads((run / "summary.json").read_text())
-    assert summary["inner_steps"] == 400
+    assert summary["inner_steps"] == 100
     assert {key: shown[key] for key in ("time_s", "inner_steps", "final_loss")} == {
         key: summary[key] for key in ("time_s", "inner_steps", "final_loss")
     }
 
 
 def test_a_detached_run_is_stopped_and_saved(cluster: Cluster) -> None:
-    (cluster.folder / "long.yaml").write_text(DETACHED.replace("steps: 400", "steps: 100000"))
+    (cluster.folder / "long.yaml").write_text(DETACHED.replace("steps: 100", "steps: 100000"))
     code, out, err = cluster.archipel("launch", "long.yaml", "--detach", "--json", "--out", "long")
     assert code == 0, err
     begun = json.loads(out)
-    run = cluster.folder / "long/noloco-seed0"
-    assert begun["name"].startswith("noloco-seed0")  # the run above may still have the name alone
+    run = cluster.folder / "long/diloco-seed0"
+    assert begun["name"].startswith("diloco-seed0")  # the run above may still have the name alone
     assert (begun["machine"], begun["directory"]) == (cluster.ip, str(run))
     code, _, err = cluster.archipel("attach", begun["name"], "--stop")
     assert code == 0, err
@@ -262,7 +262,7 @@ def test_a_detached_run_is_stopped_and_saved(cluster: Cluster) -> None:
     )
     assert json.loads((run / "summary.json").read_text())["stopped"] == "interrupted"
     assert rundir.unfinished(run) == [run]
-    assert len(list(run.glob("checkpoint/live/east/*/event-*"))) == 2  # one of each host
+    assert list(run.glob("checkpoint/live/east/w0/event-*"))
 
 
 def test_a_detached_run_that_cannot_begin_is_an_error_of_its_command(cluster: Cluster) -> None:
