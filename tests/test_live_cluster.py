@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from archipel import rundir
+
 pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
@@ -31,6 +33,15 @@ topology:
   default: {bandwidth_gbit_s: 1.0}
 task: {name: synthetic, width: 16, valid_sequences: 8}
 run: {steps: 100, evaluations: 2}
+"""
+
+DETACHED = """
+method: {name: diloco, inner_steps: 5}
+topology: {regions: {east: [1.0]}}
+profile: {name: here, model_bytes: 20000, step_time_s: 0.02}
+task: {name: synthetic, width: 16, valid_sequences: 8}
+run: {steps: 100, evaluations: 2}
+live: {pace: profile}
 """
 
 
@@ -107,6 +118,20 @@ class Cluster:
             if line.strip()
         ]
         return ended.returncode, lines[-1]
+
+    def popen(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `archipel` with `arguments` in this cluster's environment."""
+        command = [sys.executable, "-m", "archipel.cli", *arguments, "--address", self.address]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, env=self.environment, cwd=self.folder, stdout=pipe, stderr=pipe, text=True
+        )
+
+    def archipel(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of `archipel` with `arguments`."""
+        process = self.popen(*arguments)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out, err
 
 
 def own_ip() -> str:
@@ -193,6 +218,59 @@ def cluster() -> Iterator[Cluster]:
         for node in cluster.nodes:
             node.wait(timeout=60)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_run_goes_on_when_its_command_is_killed_and_attach_shows_its_end(
+    cluster: Cluster,
+) -> None:
+    (cluster.folder / "detached.yaml").write_text(DETACHED)
+    with cluster.popen("launch", "detached.yaml", "--detach", "--out", "kept") as command:
+        assert command.stderr is not None
+        assert next(command.stderr) == f"archipel: diloco-seed0 is being started on {cluster.ip}\n"
+        command.kill()  # before the run's process is up
+    code, _, err = cluster.archipel("attach", "dilco-seed0")
+    assert (code, err) == (
+        2,
+        f"archipel: 'dilco-seed0': no detached run at {cluster.address} has that name; there are: "
+        "diloco-seed0 (did you mean 'diloco-seed0'?)\n",
+    )
+    code, out, err = cluster.archipel("attach", "--json")
+    assert code == 0, err
+    run = cluster.folder / "kept/diloco-seed0"
+    assert f"archipel: diloco-seed0 is on {cluster.ip}, in {run}\n" in err
+    assert "diloco-seed0: 100/100 steps" in err
+    [shown], summary = json.loads(out)["runs"], json.loads((run / "summary.json").read_text())
+    assert summary["inner_steps"] == 100
+    assert {key: shown[key] for key in ("time_s", "inner_steps", "final_loss")} == {
+        key: summary[key] for key in ("time_s", "inner_steps", "final_loss")
+    }
+
+
+def test_a_detached_run_is_stopped_and_saved(cluster: Cluster) -> None:
+    (cluster.folder / "long.yaml").write_text(DETACHED.replace("steps: 100", "steps: 100000"))
+    code, out, err = cluster.archipel("launch", "long.yaml", "--detach", "--json", "--out", "long")
+    assert code == 0, err
+    begun = json.loads(out)
+    run = cluster.folder / "long/diloco-seed0"
+    assert begun["name"].startswith("diloco-seed0")  # the run above may still have the name alone
+    assert (begun["machine"], begun["directory"]) == (cluster.ip, str(run))
+    code, _, err = cluster.archipel("attach", begun["name"], "--stop")
+    assert code == 0, err
+    assert err.splitlines()[-1] == (
+        f"archipel: stopped; `archipel resume {run}` goes on from here; `archipel report {run}` "
+        "shows what happened until then"
+    )
+    assert json.loads((run / "summary.json").read_text())["stopped"] == "interrupted"
+    assert rundir.unfinished(run) == [run]
+    assert list(run.glob("checkpoint/live/east/w0/event-*"))
+
+
+def test_a_detached_run_that_cannot_begin_is_an_error_of_its_command(cluster: Cluster) -> None:
+    (cluster.folder / "north.yaml").write_text(DETACHED.replace("east", "north"))
+    code, _, err = cluster.archipel("launch", "north.yaml", "--detach", "--out", "north")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("archipel: region 'north' has no machine for north/w0")
+    assert not (cluster.folder / "north").exists()
 
 
 def test_two_nodes_act_two_regions(cluster: Cluster) -> None:

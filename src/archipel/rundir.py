@@ -69,9 +69,14 @@ def name_of(recipe: Recipe) -> str:
     return f"{recipe.label}-seed{recipe.run.seed}"
 
 
+def dated_name(command: str) -> str:
+    """`COMMAND-DATE-TIME`."""
+    return f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
 def dated(command: str) -> Path:
     """A new, empty folder `runs/COMMAND-DATE-TIME` that no other process is given too."""
-    name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = dated_name(command)
     for number in itertools.count(1):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
         with contextlib.suppress(FileExistsError):  # of a command that started in this second

@@ -24,7 +24,7 @@ from archipel.cli.options import (
     file_argument,
     path_option,
 )
-from archipel.errors import UserError
+from archipel.errors import Interrupted, UserError
 from archipel.recipe import (
     DEFAULT_PROFILE,
     DEFAULT_TOPOLOGY,
@@ -210,10 +210,33 @@ def launch(
             help=f"How often each node saves its part. Default: {experiment.SAVE_LIVE_EVERY}.",
         ),
     ] = None,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            help="Leave the run to the cluster's head machine once it trains; see `attach`.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run one recipe for real: on this machine, or across the machines of a Ray cluster."""
     loaded = load_recipe(recipe, parse_settings(settings or []))
+    if detach:
+        from archipel import detached  # here, for it imports Ray
+
+        with terminal.running():
+            begun = detached.begin(
+                loaded,
+                address=address,
+                insecure=insecure,
+                strict=strict,
+                checkpoint_every=checkpoint_every,
+                out=out,
+                tell=_say,
+            )
+        back = detached.ways_back(begun.name, str(address), insecure=insecure)
+        terminal.show_begun(begun, back, as_json=as_json)
+        return
     with terminal.running() as (_, progress):
         result = experiment.launch(
             loaded,
@@ -225,6 +248,39 @@ def launch(
             progress=progress,
         )
     _show_one(result, loaded, as_json=as_json)
+
+
+def attach(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="The run, as `launch --detach` has named it. Default: the only one there is.",
+        ),
+    ] = None,
+    *,
+    address: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The Ray cluster where the run goes on.")
+    ],
+    insecure: Insecure = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Save the run and end it, as Ctrl-C ends `launch`.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Follow a run that was launched with --detach until it ends. Ctrl-C leaves it alone."""
+    from archipel import detached  # here, for it imports Ray
+
+    with terminal.running() as (_, progress):
+        ended = detached.attach(
+            name, address=address, insecure=insecure, stop=stop, tell=_say, progress=progress
+        )
+        if isinstance(ended, Interrupted) and not stop:  # by somebody else
+            raise ended
+    if isinstance(ended, Interrupted):
+        _say(f"stopped; {ended}")
+    else:
+        terminal.show(ended, as_json=as_json)
 
 
 def report(
@@ -260,6 +316,10 @@ def report(
         )
     results = [load(path) for path in found]
     terminal.show(experiment.compared(results, out or directories[0], target_loss), as_json=as_json)
+
+
+def _say(text: str) -> None:
+    terminal.say(f"archipel: {text}")
 
 
 def _show_one(result: Result, recipe: Recipe, *, as_json: bool) -> None:

@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from archipel import experiment, report
 from archipel.errors import Diverged, Interrupted
 
-if TYPE_CHECKING:  # it imports Ray, which takes a second
+if TYPE_CHECKING:  # they import Ray, which takes a second
+    from archipel.detached import Report
     from archipel.live.health import Now
 
 _WIDE = 10_000
@@ -59,6 +60,16 @@ def show(comparison: experiment.Comparison, *, as_json: bool) -> None:
         tell(f"Report: {comparison.page}")
     if comparison.diverged:
         raise Diverged("; ".join(comparison.diverged))
+
+
+def show_begun(begun: Report, back: str, *, as_json: bool) -> None:
+    """On stdout: which run goes on without this command, where, and the ways back to it."""
+    if as_json:
+        where = {"machine": begun.machine, "directory": str(begun.directory)}
+        print(json.dumps({"name": begun.name, **where}))
+        return
+    tell(f"{begun.name} goes on, on {begun.machine}, in {begun.directory}")
+    tell(back)
 
 
 @contextmanager

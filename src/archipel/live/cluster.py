@@ -31,6 +31,8 @@ except ImportError:
 
 REGION = "region"
 """The label of a Ray node that says which region of the topology it belongs to."""
+HEAD = "node:__internal_head__"
+"""The resource that Ray gives the head's node, and no other."""
 
 
 # Places
@@ -58,6 +60,12 @@ def machines() -> list[Machine]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def head() -> Machine:
+    """The one whose Ray node began the cluster, and keeps what all others share."""
+    ids = [node["NodeID"] for node in ray.nodes() if HEAD in node["Resources"]]
+    return next(machine for machine in machines() if machine.id in ids)
 
 
 def place(
