@@ -37,12 +37,19 @@ START_S = 60.0
 
 
 class LiveNetwork:
-    """Namespaces `home`, `east` and `west`, each with a Ray node, while it is open as a context."""
+    """Namespaces `home`, `east` and `west`, each with a Ray node, while it is open as a context.
 
-    def __init__(self, mbit_s: float = 50.0, latency_ms: float = 0.0) -> None:
+    Args:
+        others: more of them, with a Ray node each.
+    """
+
+    def __init__(
+        self, mbit_s: float = 50.0, latency_ms: float = 0.0, others: tuple[str, ...] = ()
+    ) -> None:
+        self.regions = ("home", "east", "west", *others)
         topology = parse_topology(
             {
-                "regions": {"home": [1.0], "east": [1.0], "west": [1.0]},
+                "regions": {region: [1.0] for region in self.regions},
                 "default": {"bandwidth_gbit_s": mbit_s / 1e3, "latency_ms": latency_ms},
             }
         )
@@ -63,7 +70,7 @@ class LiveNetwork:
             self.stack = stack
             head = ("--head", f"--port={PORT}", "--include-dashboard=false")
             self._start("home", *head, f"--temp-dir={self.folder}/ray")
-            for region in ("east", "west"):
+            for region in self.regions[1:]:
                 self._start(region, f"--address={self.address}")
             self.stack = stack.pop_all()
         return self
@@ -114,14 +121,22 @@ class LiveNetwork:
                     found.append(pid)
         return sorted(found)
 
-    def launch(self, recipe: dict[str, Any], name: str = "run", *options: str) -> LiveRun:
+    def launch(
+        self, recipe: dict[str, Any], name: str = "run", *options: str, region: str = "home"
+    ) -> LiveRun:
         """Begin a run, with more `options`; its directory is in a folder of that name."""
         path, out = self.folder / f"{name}.yaml", self.folder / name
         path.write_text(yaml.safe_dump(recipe))
-        command = [sys.executable, "-m", "archipel.cli", "launch", str(path), "--insecure"]
+        arguments = ["launch", str(path), "--out", str(out), *options]
+        return self.archipel(name, *arguments, region=region)
+
+    def archipel(self, name: str, *arguments: str, region: str = "home") -> LiveRun:
+        """Begin a command in a region; the run that it is about is in the folder `name`."""
+        command = [sys.executable, "-m", "archipel.cli", *arguments, "--insecure"]
+        out = self.folder / name
         process = self.network.popen(
-            "home",
-            [*command, "--address", self.address, "--out", str(out), *options],
+            region,
+            [*command, "--address", self.address],
             env=self.environment,
             stdout=self.stack.enter_context((self.folder / f"{name}.out").open("wb")),
             stderr=self.stack.enter_context((self.folder / f"{name}.err").open("wb")),

@@ -1,11 +1,11 @@
 """Live runs over a link that is cut for some seconds: who goes on, who waits, and that all train
-together afterwards.
+together afterwards; and one whose command is cut off.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import network
 import pytest
@@ -65,3 +65,32 @@ def test_a_run_survives_a_cut_between_its_regions(live: LiveNetwork, method: str
         assert busy > 0.6
     assert rate <= busy + 0.05  # nothing is counted that nobody has trained
     assert summary["final_loss"] < 3.6  # at first 4.2
+
+
+def test_a_detached_run_goes_on_when_the_machine_of_its_command_is_cut_off() -> None:
+    with LiveNetwork(others=("desk",)) as live:
+        recipe = recipe_of(
+            "noloco",
+            workers=1,
+            inner_steps=H,
+            step_time_s=0.1,
+            run={"steps": 400, "evaluations": 2},
+            live={"pace": "profile", "deadline_s": DEADLINE_S},
+        )
+        command = live.launch(recipe, "detached", "--detach", region="desk")
+        command.until(lambda said: "is being started" in said, 60)
+        wait_until(lambda: live.hosts("east") and live.hosts("west"), 60)
+        for region in ("home", "east", "west"):
+            live.network.set_up("desk", region, up=False)
+        attached = live.archipel("detached", "attach", "noloco-seed0")
+        summary = attached.summary(120)
+        assert summary["inner_steps"] == 400
+        assert summary["outages"] == []
+        assert summary["restarts"] == {}
+
+
+def wait_until(holds: Callable[[], object], within_s: float) -> None:
+    end_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.1)
