@@ -254,7 +254,7 @@ def attach(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]",
+            metavar="NAME",
             help="The run, as `launch --detach` has named it. Default: the only one there is.",
         ),
     ] = None,
