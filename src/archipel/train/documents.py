@@ -30,6 +30,8 @@ KINDS = {
 }
 """Endings of files, and the reader of `datasets` for them."""
 PACKED = (".gz", ".zst", ".bz2", ".xz")
+ABOUT_DATA = ("README.md", "dataset_infos.json")
+"""What the hub puts beside the files of a data set."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +149,15 @@ def _read(rows: Iterable[dict[str, Any]], what: str) -> Iterator[dict[str, Any]]
 
 
 def _files(path: Path) -> list[Path]:
-    """The file, or all files below the folder that are not hidden, in the order of their names."""
+    """The file, or all files of data below the folder, in the order of their names."""
     if not os.path.isdir(path):
         return [path] if os.path.isfile(path) else []
     return sorted(
         file
         for file in path.rglob("*")
-        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(path).parts)
+        if file.is_file()
+        and file.name not in ABOUT_DATA
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
 
 

@@ -189,7 +189,14 @@ def packed(
             home.mkdir(parents=True, exist_ok=True)
             with library("filelock").FileLock(home / f".{key}.lock"):
                 if not (folder / ABOUT).is_file():  # another process was quicker
-                    _fill(folder, source, split, held_out, tokenizer)
+                    begun = folder.with_name(f".{folder.name}")
+                    shutil.rmtree(begun, ignore_errors=True)  # of a process that was killed
+                    begun.mkdir()
+                    try:
+                        _fill(begun, source, split, held_out, tokenizer)
+                        begun.rename(folder)
+                    finally:  # the disk may be full
+                        shutil.rmtree(begun, ignore_errors=True)
         except OSError as error:
             raise UserError(f"task.cache: {error.filename or home}: {error.strerror}") from None
     return _mapped(folder)
@@ -206,10 +213,7 @@ def _fill(
     held_out: tuple[Source, str | None] | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Write all tokens into `folder`, which is whole or absent."""
-    temporary = folder.with_name(f".{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    """Write all tokens, and what they are, into an empty folder."""
     dtype = np.dtype(np.uint16 if size_of(tokenizer) <= 2**16 else np.uint32)
     digest, names = hashlib.sha256(), dict[str, str]()
     number = -1
@@ -218,7 +222,7 @@ def _fill(
 
         def write(name: str, tokens: np.ndarray) -> None:
             if name not in files:
-                files[name] = stack.enter_context((temporary / name).open("wb"))
+                files[name] = stack.enter_context((folder / name).open("wb"))
             files[name].write(tokens.tobytes())
             digest.update(tokens.tobytes())
 
@@ -244,8 +248,7 @@ def _fill(
         "files": names,
         "sha256": digest.hexdigest(),
     }
-    (temporary / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    temporary.rename(folder)
+    (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 def _tokens(
