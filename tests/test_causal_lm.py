@@ -4,6 +4,7 @@ folder that others load. Nothing here asks the hub.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,24 @@ def test_tokens_are_made_once_and_anew_when_the_file_has_changed(
     assert tokens_of(path, cache).digest != first.digest
 
 
+def test_a_full_disk_is_told_and_nothing_is_left_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = write(tmp_path / "d.jsonl", ["one"] * 30), tmp_path / "cache"
+
+    def full(*_: Any) -> Iterator[tuple[str, np.ndarray]]:
+        yield "", np.arange(40, dtype=np.uint16)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("archipel.train.packed._tokens", full)
+        with pytest.raises(UserError) as error:
+            tokens_of(path, cache)
+    assert str(error.value) == f"task.cache: {cache}: No space left on device"
+    assert [file.suffix for file in cache.iterdir()] == [".lock"]
+    assert tokens_of(path, cache).documents == 30
+
+
 def test_regions_see_the_documents_of_their_keys(parquet: str, tmp_path: Path) -> None:
     """Within a region the workers share its documents, and miss none."""
     tokens = tokens_of(parquet, tmp_path, region_column="language")
@@ -283,6 +302,13 @@ def test_tokenize_trains_a_tokenizer_that_a_task_can_use(
     assert tokenizer.decode(tokens) == "the cat sat"
     task = task_of({**fields, "tokenizer": str(out)})
     assert task.model().config.vocab_size == size_of(tokenizer) < 300
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_a_tokenizer_that_cannot_be_written_is_one_line(archipel: Any, parquet: str) -> None:
+    answer = archipel("tokenize", parquet, "--vocabulary", 300, "--out", "/dev/full")
+    assert answer.code == 1
+    assert answer.err == "archipel: input or output: No space left on device\n"
 
 
 def test_a_vocabulary_has_room_for_all_bytes() -> None:
@@ -545,6 +571,13 @@ def test_a_live_run_leaves_the_folder_too(fields: dict[str, Any], tmp_path: Path
 )
 def test_a_mistake_is_named(change: dict[str, Any], said: str, fields: dict[str, Any]) -> None:
     assert said.replace("DATA", fields["data"]) in problem({**fields, **change})
+
+
+def test_what_the_hub_says_of_its_data_is_no_document(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "a.parquet", ["x" * 40])
+    (tmp_path / "data" / "README.md").write_text("# About\n")
+    (tmp_path / "data" / "dataset_infos.json").write_text("{}\n")
+    assert text_of(tokens_of(tmp_path / "data", tmp_path / "cache").train[0]) == "x" * 39
 
 
 def test_a_folder_of_several_kinds_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:

@@ -43,5 +43,5 @@ def tokenize(
     tokenizer = train_tokenizer((text for _, text in source.documents(split)), vocabulary)
     out = out or Path("tokenizer.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out))
+    out.write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
     terminal.tell(f"{out}: {tokenizer.get_vocab_size():,} tokens")
