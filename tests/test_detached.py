@@ -4,6 +4,7 @@ and its commands are in `test_live_cluster.py`.
 
 from __future__ import annotations
 
+import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -89,4 +90,15 @@ def test_a_run_on_a_private_ray_cannot_be_detached() -> None:
         "--detach: without --address the run has a Ray of its own, which ends with this command; "
         "start one that stays, `ray start --head --port=6379 --include-dashboard=false "
         "--labels=region=east`, and give its address"
+    )
+
+
+def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+    with socket.socket() as closed:  # bound, and not listening
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(UserError) as error:
+            detached.attach(None, address=address)
+    assert str(error.value) == (
+        f"--address {address}: no Ray cluster answers there: Connection refused"
     )

@@ -11,6 +11,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ except ImportError:
 
 REGION = "region"
 """The label of a Ray node that says which region of the topology it belongs to."""
+CONNECT_S = 10.0
+"""A cluster's head that has not answered by then is not there."""
 HEAD = "node:__internal_head__"
 """The resource that Ray gives the head's node, and no other."""
 
@@ -175,6 +178,7 @@ def session(address: str | None) -> Iterator[None]:
                     f"Ray did not start: {' '.join(str(error).split())[:400]}"
                 ) from None
         else:
+            _check_reachable(address)
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -192,6 +196,21 @@ def session(address: str | None) -> Iterator[None]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+def _check_reachable(address: str) -> None:
+    """Raise a `UserError` if nobody listens at an address HOST:PORT, where Ray itself would go on
+    trying for minutes. Others, such as `auto`, are Ray's to judge.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"--address {address}: no Ray cluster answers there: {reason}"
+            ) from None
 
 
 def check_protected(found: Sequence[Machine]) -> None:
