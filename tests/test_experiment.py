@@ -168,6 +168,7 @@ def make():
 GUARD
     found = archipel.compare(
         "diloco", task=__file__ + ":make", topology="two-regions", steps=64,
+        profile={"model_bytes": 36, "step_time_s": 0.1},
         settings={"diloco.inner_steps": 4}, processes=2, out="out",
     )
     print(len(found.results))

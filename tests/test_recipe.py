@@ -4,6 +4,7 @@ and each mistake's own line.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from archipel import methods
+from archipel.assemble import warn_of_size
 from archipel.errors import UserError
 from archipel.recipe import (
     Recipe,
@@ -724,3 +726,25 @@ def test_a_stop_rule_is_known_of_its_type_and_possible(run: dict[str, Any], text
 def test_a_long_value_is_cut() -> None:
     text = problem({"method": {"name": "diloco", "inner_steps": "x" * 500}})
     assert text == f"diloco.inner_steps = '{'x' * 76}...: should be a valid integer"
+
+
+@pytest.mark.parametrize(
+    ("task", "profile", "size_bytes", "warns"),
+    [
+        ("own.py:make", "pythia-70m-h100", 134_400, True),
+        ("own.py:make", "pythia-70m-h100", PROFILES["pythia-70m-h100"].model_bytes, False),
+        ("own.py:make", {"model_bytes": 134_400, "step_time_s": 0.1}, 134_400, False),
+        ("own.py:make", "measured", 134_400, False),
+        ("stdlib", "pythia-70m-h100", 134_400, False),
+    ],
+)
+def test_whoever_brings_a_model_is_told_that_the_clock_is_another_models(
+    task: str, profile: Any, size_bytes: int, warns: bool
+) -> None:
+    recipe = parse_recipe({"method": "halos", "task": task, "profile": profile})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_of_size(recipe, size_bytes)
+    assert ["messages are timed as 281,706,496 bytes" in str(one.message) for one in said] == (
+        [True] if warns else []
+    )

@@ -22,7 +22,7 @@ from archipel.sections import DEFAULT_STEPS
 from archipel.sim.schedule import make_faults
 from archipel.sim.topology import PROFILES
 from archipel.theory import moments
-from archipel.train.configs import CausalLmTask, NoTask
+from archipel.train.configs import CausalLmTask, NoTask, UserTask
 from archipel.train.pipeline import Pipeline, split
 from archipel.vector import Layout
 
@@ -128,12 +128,12 @@ def warn_of_divergence(recipe: Recipe) -> None:
 
 
 def warn_of_size(recipe: Recipe, model_bytes: int) -> None:
-    """Warn if the clock takes a causal LM for the default profile's model, which has another size:
-    who brings a real model may well take the times for its own.
+    """Warn if the clock takes the user's own model for the default profile's, which has another
+    size: who brings a model may well take the times for its own.
     """
     profile = PROFILES[DEFAULT_PROFILE]
     named, own = recipe.profile == profile, model_bytes == profile.model_bytes
-    if isinstance(recipe.task, CausalLmTask) and named and not own:
+    if isinstance(recipe.task, CausalLmTask | UserTask) and named and not own:
         warnings.warn(
             f"profile {profile.name}: messages are timed as {profile.model_bytes:,} bytes and "
             f"inner steps as {profile.step_time_s:.3g} s, whatever the task, whose model has "
