@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -40,16 +40,23 @@ class LiveNetwork:
     """Namespaces `home`, `east` and `west`, each with a Ray node, while it is open as a context.
 
     Args:
+        mbit_s, latency_ms: of all links that `links` does not name.
         others: more of them, with a Ray node each.
+        links: as in a topology file.
     """
 
     def __init__(
-        self, mbit_s: float = 50.0, latency_ms: float = 0.0, others: tuple[str, ...] = ()
+        self,
+        mbit_s: float = 50.0,
+        latency_ms: float = 0.0,
+        others: tuple[str, ...] = (),
+        links: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.regions = ("home", "east", "west", *others)
         topology = parse_topology(
             {
                 "regions": {region: [1.0] for region in self.regions},
+                "links": list(links),
                 "default": {"bandwidth_gbit_s": mbit_s / 1e3, "latency_ms": latency_ms},
             }
         )
