@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from archipel.actor import Actor, Context, Message, MethodConfig, NodeId, World
@@ -11,6 +12,7 @@ from archipel.train.task import Schedule, Task, adamw
 
 if TYPE_CHECKING:  # a method or a task does not wait for what draws reports
     from archipel.experiment import Comparison, compare, launch, resume, simulate
+    from archipel.finished import Score, evaluate, generate
     from archipel.report import Result
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "NodeId",
     "Result",
     "Schedule",
+    "Score",
     "Shard",
     "Task",
     "TrainingError",
@@ -32,13 +35,21 @@ __all__ = [
     "__version__",
     "adamw",
     "compare",
+    "evaluate",
+    "generate",
     "launch",
     "resume",
     "simulate",
 ]
 
 
-_LATER = {"Comparison", "Result", "compare", "launch", "resume", "simulate"}
+_LATER = {
+    **dict.fromkeys(
+        ("Comparison", "Result", "compare", "launch", "resume", "simulate"), "archipel.experiment"
+    ),
+    **dict.fromkeys(("Score", "evaluate", "generate"), "archipel.finished"),
+}
+"""Which module has what is imported when it is first asked for."""
 
 
 def __dir__() -> list[str]:
@@ -46,9 +57,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """What makes runs, imported when it is first asked for."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from archipel import experiment
-
-    return getattr(experiment, name)
+    return getattr(importlib.import_module(_LATER[name]), name)

@@ -148,7 +148,7 @@ def main() -> None:
     for network in NETWORKS:
         for method in METHODS:
             wanted = {network, method} & chosen
-            if chosen and not wanted or (name := f"{network}; {method}") in found["rows"]:
+            if (chosen and not wanted) or (name := f"{network}; {method}") in found["rows"]:
                 continue
             row = measure(method, network)
             row["date"] = datetime.datetime.now().isoformat(timespec="seconds")

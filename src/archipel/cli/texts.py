@@ -1,18 +1,23 @@
-"""The command that makes something of text, before any run: `tokenize`.
+"""The commands around text: `tokenize` before a run; `generate` and `evaluate` after it.
 
-What belongs here: its arguments, and what it prints. What does not: how documents are read
-(`train/documents.py`) and a tokenizer is trained (`train/tokenizer.py`).
+What belongs here: their arguments, and what they print. What does not: how documents are read
+(`train/documents.py`), a tokenizer is trained (`train/tokenizer.py`), and a model is used
+(`finished.py`).
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
+from archipel import finished
 from archipel.cli import terminal
-from archipel.cli.options import path_option
+from archipel.cli.options import Json, file_argument, path_option
 from archipel.train.documents import Source
 from archipel.train.tokenizer import train_tokenizer
 
@@ -45,3 +50,59 @@ def tokenize(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
     terminal.tell(f"{out}: {tokenizer.get_vocab_size():,} tokens")
+
+
+def generate(
+    directory: Annotated[
+        Path, file_argument("DIR", "A run directory, or the folder of a model of transformers.")
+    ],
+    prompt: Annotated[str, typer.Option(help="What stands before; may be empty.")],
+    tokens: Annotated[int, typer.Option(help="Length of the text at most.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(help="0: the likeliest token each time; 1: by the model's odds.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+) -> None:
+    """Have the language model of a run go on with a text."""
+    text = finished.generate(directory, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    terminal.tell(prompt + text)
+
+
+def evaluate(
+    directory: Annotated[
+        Path,
+        file_argument("DIR", "A run directory, a folder that holds some, or a model's folder."),
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(metavar="A,B,…", help="Tasks of lm-eval by name, or YAML files of its kind."),
+    ],
+    few_shot: Annotated[
+        int | None,
+        typer.Option(help="Worked examples before each document. Default: as the task says."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Score only so many documents of each task, to try it out.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Documents that are scored at once.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Score the language models of runs with lm-eval."""
+    scores = finished.evaluate(
+        directory, tasks, few_shot=few_shot, limit=limit, batch_size=batch_size
+    )
+    if as_json:
+        print(json.dumps([asdict(score) for score in scores], allow_nan=False))
+        return
+    table = Table(box=None)
+    for name in ("run", "task", "metric", "value", "± standard error", "documents", "few-shot"):
+        table.add_column(name, justify="left" if name in ("run", "task", "metric") else "right")
+    for score in scores:
+        arrow = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
+        error = "" if score.stderr is None else f"{score.stderr:.4f}"
+        shots = "" if score.few_shot is None else str(score.few_shot)
+        row = (f"{score.value:.4f}", error, f"{score.documents:,}", shots)
+        table.add_row(score.run, score.task, score.metric + arrow, *row)
+    terminal.tell(table)
+    if limit is not None:
+        terminal.tell(f"--limit {limit}: of the first documents alone, not the tasks' own scores")

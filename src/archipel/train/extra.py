@@ -1,4 +1,4 @@
-"""The libraries of the extra `hf`, which are imported when a task needs them.
+"""The libraries of the extras `hf`, `eval` and `track`, which are imported when they are needed.
 
 What belongs here: importing one of them, and how it is told that one is missing or that the hub
 does not answer. What does not: what they are used for.
@@ -14,8 +14,15 @@ from typing import Any
 from archipel.errors import UserError
 
 
-def library(name: str) -> Any:
-    """`transformers`, `datasets` or `tokenizers`, without the bars that it draws.
+def library(
+    name: str, what: str = "task causal_lm and `archipel tokenize` need", extra: str = "hf"
+) -> Any:
+    """A library, without the bars that it draws.
+
+    Args:
+        name: as it is imported, such as `transformers`.
+        what: needs it, with that verb.
+        extra: what installs it.
 
     Raises:
         UserError: it is not installed.
@@ -24,8 +31,8 @@ def library(name: str) -> Any:
         module = importlib.import_module(name)
     except ImportError as error:
         raise UserError(
-            f"task causal_lm and `archipel tokenize` need {name}, which cannot be imported "
-            f"({error}); install it with: pip install 'archipel[hf]'"
+            f"{what} {name}, which cannot be imported ({error}); install it with: "
+            f"pip install 'archipel[{extra}]'"
         ) from None
     match name:
         case "transformers":
