@@ -144,6 +144,7 @@ def compare(
             "task": task,
             "pipeline": {},
             "wire": "fp32",
+            "track": None,
             "run": {"steps": steps, "tokens": tokens},
             "faults": (
                 read_mapping(Path(faults), "faults file")

@@ -19,7 +19,7 @@ from archipel.actor import MethodConfig
 from archipel.errors import UserError, checked, nearest
 from archipel.run.codec import CODECS, Codec
 from archipel.run.screening import ScreeningConfig
-from archipel.sections import LiveConfig, PipelineConfig, RunConfig
+from archipel.sections import LiveConfig, PipelineConfig, RunConfig, TrackConfig
 from archipel.sim.faults import FaultsConfig, parse_faults
 from archipel.sim.topology import (
     MEASURED,
@@ -41,6 +41,7 @@ KEYS = (
     "run",
     "live",
     "wire",
+    "track",
     "faults",
     "bad_updates",
     "label",
@@ -62,6 +63,7 @@ class Recipe:
         bad_updates: when an update is refused. None: by the default rule in a live run, and never
             in a simulated one. False: never.
         wire: the codec by which vectors travel.
+        track: who is told of its figures while it goes on.
     """
 
     label: str
@@ -76,6 +78,7 @@ class Recipe:
     faults: FaultsConfig | None = None
     bad_updates: ScreeningConfig | Literal[False] | None = None
     wire: Codec = "fp32"
+    track: tuple[TrackConfig, ...] = ()
 
     @property
     def acts_out_profile(self) -> bool:
@@ -135,6 +138,8 @@ class Recipe:
             "live": self.live.model_dump(mode="json"),
             "wire": self.wire,
         }
+        if self.track:
+            data["track"] = [one.model_dump(exclude_unset=True) for one in self.track]
         if self.faults is not None:
             data["faults"] = self.faults.model_dump(mode="json")
         if self.bad_updates is not None:
@@ -188,6 +193,7 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
         live=checked(LiveConfig, data.get("live", {}), "live", "keys such as `pace: profile`"),
         bad_updates=_bad_updates(data.get("bad_updates")),
         wire=_wire(data.get("wire", "fp32")),
+        track=_track(data.get("track")),
     )
     faults = parse_faults(data.get("faults"))
     return recipe if faults is None else recipe.with_faults(faults)
@@ -421,6 +427,13 @@ def _wire(value: Any) -> Codec:
             f"wire = {wrong!r}: allowed are {', '.join(CODECS)}{nearest(wrong, CODECS)}"
         )
     return cast(Codec, name)
+
+
+def _track(value: Any) -> tuple[TrackConfig, ...]:
+    if value is None:
+        return ()
+    several = value if isinstance(value, list) else [value]
+    return tuple(checked(TrackConfig, section(one, "track"), "track") for one in several)
 
 
 def _bad_updates(fields: Any) -> ScreeningConfig | Literal[False] | None:

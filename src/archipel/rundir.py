@@ -38,6 +38,7 @@ from archipel.actor import NodeId, Vector
 from archipel.errors import UserError
 from archipel.recipe import Recipe
 from archipel.run.metrics import Recorder
+from archipel.sections import TRACKERS
 from archipel.train.task import Task
 from archipel.vector import Layout
 from archipel.yamlfile import read_mapping
@@ -56,6 +57,7 @@ LEFT = {
     MODEL,
     "summary.json",
     CHECKPOINTS,
+    *TRACKERS,
 }
 """What can be in a run directory."""
 INTERRUPTED = "interrupted"

@@ -1,4 +1,4 @@
-"""The recipe's sections `run`, `pipeline` and `live`.
+"""The recipe's sections `run`, `pipeline`, `live` and `track`.
 
 What belongs here: what these sections can say, and what is wrong when one of them contradicts
 itself. What does not: the sections that a part of the house reads itself (`sim/topology.py`,
@@ -12,10 +12,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from archipel.errors import nearest
 from archipel.sim.topology import Strict
 from archipel.train.pipeline import Routing
 
 DEFAULT_STEPS = 10_000
+TRACKERS = ("tensorboard", "wandb")
 
 
 class RunConfig(Strict):
@@ -123,4 +125,27 @@ class LiveConfig(Strict):
     def _ports_rise(self) -> LiveConfig:
         if self.ports and self.ports[0] > self.ports[1]:
             raise ValueError(f"ports = {self.ports}: the first is above the last")
+        return self
+
+
+class TrackConfig(Strict):
+    """Who is told of a run's figures while it goes on; see `tracking.py`."""
+
+    name: str = Field(description="tensorboard, wandb, or file.py:function, which gives a tracker")
+    project: str | None = Field(None, description="of wandb: the project; default: archipel")
+    entity: str | None = Field(None, description="of wandb: the user or team")
+    mode: Literal["online", "offline", "disabled"] | None = Field(
+        None, description="of wandb; default: as WANDB_MODE says, or online"
+    )
+
+    @model_validator(mode="after")
+    def _known(self) -> TrackConfig:
+        if self.name not in TRACKERS and ":" not in self.name:
+            raise ValueError(
+                f"name = {self.name!r}: allowed are {', '.join(TRACKERS)} and "
+                f"file.py:function{nearest(self.name, TRACKERS)}"
+            )
+        given = self.model_fields_set - {"name"}
+        if self.name != "wandb" and given:
+            raise ValueError(f"{min(given)}: only wandb has one, and this is {self.name}")
         return self

@@ -37,12 +37,14 @@ from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import Recipe
 from archipel.run.census import Plan
 from archipel.run.invariants import Ledger
+from archipel.run.journal import Journal
 from archipel.run.metrics import Recorder
 from archipel.rundir import CHECKPOINTS, INTERRUPTED, Ended
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.schedule import make_faults
 from archipel.sim.topology import Profile
+from archipel.tracking import journal_of, trackers_of
 from archipel.train.configs import NoTask
 from archipel.train.cut import boundary_bytes, cut_of
 from archipel.train.pool import Pool
@@ -139,19 +141,37 @@ def simulate(
     started = time.perf_counter()
     check_reachable(recipe)
     check_every(every, recipe)
+    trackers = trackers_of(recipe.track)
     recipe = replace(recipe, profile=recipe.profile or measure_profile(pool))
-    simulator = make_simulator(recipe, pool, progress)
+    journal: Journal | None = None
+
+    def tell(steps: int, planned: int, now_s: float) -> None:
+        progress(steps, planned, now_s)
+        if journal is not None:
+            journal.look(simulator.recorder)
+
+    simulator = make_simulator(recipe, pool, tell)
     check_saved_by_tokens(every, recipe, simulator.state.census.plan.tokens_per_step)
     if pool:
         warn_of_size(recipe, 4 * pool.replica.layout.numel)
-    if resume and checkpoint.checkpoints(directory / CHECKPOINTS):
+    resumed = resume and bool(checkpoint.checkpoints(directory / CHECKPOINTS))
+    if resumed:
         started -= load_checkpoint(directory, recipe, simulator)
     else:
         rundir.start(directory, recipe)
-    # A bar that shows the start.
-    simulator.recorder.on_progress(simulator.inner_steps, simulator.now)
     with interrupts() as interrupted:
         try:
+            journal = journal_of(
+                trackers,
+                recipe,
+                directory,
+                "modelled",
+                replica=pool.replica if pool else None,
+                told=simulator.recorder.evaluations,
+                resumed=resumed,
+            )
+            # A bar that shows the start.
+            simulator.recorder.on_progress(simulator.inner_steps, simulator.now)
             while True:
                 stopped = simulator.run(_when_to_save(every, simulator, interrupted))
                 if stopped is not None:
@@ -173,18 +193,23 @@ def simulate(
                 stopped,
                 time.perf_counter() - started,
             )
+            journal.end(simulator.recorder, summary)
         except KeyboardInterrupt:
             with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
                 simulator.state.evaluations.collect()  # those under way take a moment each
-            rundir.leave(
+            summary = rundir.leave(
                 directory,
                 recipe,
                 ended(recipe, simulator, pool),
                 INTERRUPTED,
                 time.perf_counter() - started,
             )
+            if journal is not None:
+                journal.end(simulator.recorder, summary)
             raise
         except Exception as error:
+            if journal is not None:
+                journal.end(simulator.recorder, None)
             if isinstance(error, UserError) or not checkpoint.checkpoints(directory / CHECKPOINTS):
                 shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, UserError):
@@ -295,6 +320,7 @@ def save_checkpoint(
     trainer = (
         simulator.engine.setting.trainer.state()
     )  # first: it waits for all jobs, whose results are part of the simulator's state
+    simulator.state.evaluations.collect_ready()  # so that nobody is told of them twice
     state = {"trainer": trainer, "simulator": simulator.state, "wall_s": wall_s}
     surroundings = _surroundings(recipe, simulator)
     return checkpoint.save(

@@ -45,8 +45,10 @@ from archipel.live.saves import SaveSchedule, WatchState, load_watch
 from archipel.live.watch import Watch
 from archipel.recipe import Recipe
 from archipel.run.census import Census
+from archipel.run.journal import Journal
 from archipel.run.metrics import Recorder, merged
 from archipel.rundir import CHECKPOINTS, INTERRUPTED, LIVE, Ended
+from archipel.tracking import journal_of, trackers_of
 from archipel.train.configs import NoTask
 from archipel.vector import largest
 
@@ -90,26 +92,51 @@ def launch(
     wall_s -= saved.time_s
     torch.set_num_threads(1)  # the workers need the cores
     try:
+        trackers = trackers_of(recipe.track)
         parts = prepare(recipe, resume=resume)
         check_saved_by_tokens(every, recipe, parts.plan.tokens_per_step)
         with session(address):
             if address is not None and not insecure:
                 check_protected(machines())
-            watch = make_watch(parts, directory, saved, address, every, progress)
+            journal: Journal | None = None
+
+            def tell(now: Now) -> None:
+                progress(now)
+                if journal is not None:
+                    journal.look(watch.course.evaluations.recorder, now.loss)
+
+            watch = make_watch(parts, directory, saved, address, every, tell)
             with _kept_if_saved(directory, recipe, resume=resume):
                 try:
                     start(watch, meetings_of(watch, parts.pipeline, insecure=insecure))
                     if not resume:
                         rundir.start(directory, parts.recipe)
+                    journal = journal_of(
+                        trackers,
+                        parts.recipe,
+                        directory,
+                        "measured",
+                        replica=parts.replica,
+                        told=saved.evaluations,
+                        resumed=resume,
+                    )
                     stopped = watch.run()
-                    return _leave(directory, parts, watch, stopped, wall_s)
+                    summary = _leave(directory, parts, watch, stopped, wall_s)
+                    journal.end(watch.course.evaluations.recorder, summary)
+                    return summary
                 except KeyboardInterrupt:
                     if watch.started_s is not None:
                         watch.ask(watch.fleet.waiting("run"))
                         watch.mark_now()
                         save_all(watch)
                     if watch.course.taken is not None:
-                        _leave(directory, parts, watch, INTERRUPTED, wall_s)
+                        summary = _leave(directory, parts, watch, INTERRUPTED, wall_s)
+                        if journal is not None:
+                            journal.end(watch.course.evaluations.recorder, summary)
+                    raise
+                except Exception:
+                    if journal is not None:
+                        journal.end(watch.course.evaluations.recorder, None)
                     raise
                 finally:
                     watch.fleet.end()

@@ -60,6 +60,11 @@ class Evaluation:
     replica_loss: float | None = None
     replica_std: float | None = None
 
+    @property
+    def has_loss(self) -> bool:
+        """Its losses are there, as far as they are known before the end."""
+        return self.loss is not None or self.replica_loss is not None
+
 
 @dataclass(frozen=True)
 class Training:
@@ -86,6 +91,23 @@ class Outage:
     time_s: float
     what: str
     who: str
+
+
+def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
+    """The line of `metrics.jsonl` for an evaluation."""
+    return {"kind": "eval", **asdict(evaluation)}
+
+
+def training_line(training: Training) -> dict[str, Any]:
+    """The line of `metrics.jsonl` for a worker's inner steps."""
+    return {
+        "kind": "train",
+        "time_s": training.time_s,
+        "node": str(training.node),
+        "steps": training.steps,
+        "loss": training.loss,
+        "progress": training.progress,
+    }
 
 
 def link_name(link: tuple[str, str]) -> str:
@@ -211,23 +233,8 @@ class Recorder:
         """One JSON object a line, in the order of time: evaluations of the model, and the training
         losses of the workers.
         """
-        lines: list[tuple[float, dict[str, Any]]] = [
-            (e.time_s, {"kind": "eval", **asdict(e)}) for e in self.evaluations
-        ]
-        lines += [
-            (
-                t.time_s,
-                {
-                    "kind": "train",
-                    "time_s": t.time_s,
-                    "node": str(t.node),
-                    "steps": t.steps,
-                    "loss": t.loss,
-                    "progress": t.progress,
-                },
-            )
-            for t in self.trainings
-        ]
+        lines = [(e.time_s, evaluation_line(e)) for e in self.evaluations]
+        lines += [(t.time_s, training_line(t)) for t in self.trainings]
         lines.sort(key=lambda line: line[0])
         path.write_text("".join(json.dumps(record) + "\n" for _, record in lines))
 

@@ -6,11 +6,13 @@ What does not: when the model is evaluated (`run/census.py`), and how a loss is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from archipel import outer
 from archipel.actor import Vector
+from archipel.errors import TrainingError, UserError
 from archipel.run.census import put_down, spread
 from archipel.run.metrics import Evaluation
 from archipel.train.trainer import Promise, Trainer
@@ -50,6 +52,13 @@ class Evaluations:
         own = [trainer.evaluate(part, now) for part in compared]
         self.pending.append(Pending(evaluation, trainer.evaluate(mean, now), own))
 
+    def collect_ready(self) -> None:
+        """Put down the first ones, as long as their losses are there and finite: whoever watches
+        the run need not wait for its end. What is put down does not depend on when.
+        """
+        while self.pending and _is_fine(self.pending[0]):
+            self._put_down(self.pending.pop(0))
+
     def collect(self) -> None:
         """Wait for those under way and put down their losses.
 
@@ -57,6 +66,22 @@ class Evaluations:
             Diverged: one is not finite.
         """
         for pending in self.pending:
-            own = [promise.result() for promise in pending.own]
-            put_down(pending.evaluation, pending.loss.result(), own, " on the virtual clock")
+            self._put_down(pending)
         self.pending = []
+
+    @staticmethod
+    def _put_down(pending: Pending) -> None:
+        own = [promise.result() for promise in pending.own]
+        put_down(pending.evaluation, pending.loss.result(), own, " on the virtual clock")
+
+
+def _is_fine(pending: Pending) -> bool:
+    """All its losses are there, and none would end the run."""
+    promises = [pending.loss, *pending.own]
+    if not all(promise.done for promise in promises):
+        return False
+    try:
+        losses = [promise.result() for promise in promises]
+    except (UserError, TrainingError):
+        return False
+    return all(loss is None or math.isfinite(loss) for loss in losses)

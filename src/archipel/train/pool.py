@@ -70,6 +70,10 @@ class Part:
     job: Job
     rank: int
 
+    @property
+    def done(self) -> bool:
+        return self.job.done
+
     def result(self) -> Any:
         pool = self.job.pool
         pool.compute(self.job)

@@ -25,7 +25,7 @@ from archipel.train.data import Shard
 from archipel.train.optimizer_state import OptimizerState, TensorSpec, swap
 from archipel.train.seeding import seed_everything, seed_step, seeds_kept
 from archipel.train.statistics import Unchanged, changing
-from archipel.train.task import Batch, Task
+from archipel.train.task import Batch, Schedule, Task
 from archipel.vector import Layout, beside, parameters, places
 
 VALIDATION_SEED = 0x7A11D
@@ -222,6 +222,14 @@ class Replica:
             module.training = training
         return [sum(losses) / self.task.valid_batches]
 
+    def learning_rate(self, progress: int) -> float:
+        """The highest one of all parameters, when all workers together have taken `progress` inner
+        steps.
+        """
+        schedule = self.task.schedule
+        factor = 1.0 if schedule is None else factor_at(schedule, self.run, progress)
+        return factor * max(float(group["initial_lr"]) for group in self.optimizer.param_groups)
+
     # The parts of an inner step: in this order, inside `working`.
 
     @contextmanager
@@ -373,9 +381,14 @@ def set_learning_rate(
     peak as `initial_lr`.
     """
     if task.schedule is not None:
-        factor = task.schedule.factor(progress / run.workers, run.total_steps / run.workers)
+        factor = factor_at(task.schedule, run, progress)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+
+
+def factor_at(schedule: Schedule, run: Run, progress: int) -> float:
+    """Of the peak learning rate, when all workers together have taken `progress` inner steps."""
+    return schedule.factor(progress / run.workers, run.total_steps / run.workers)
 
 
 def finite(losses: Sequence[Tensor], cursor: int) -> list[float]:

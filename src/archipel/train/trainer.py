@@ -17,6 +17,10 @@ from archipel.actor import Gradient, NodeId, Trained, Vector
 class Promise(Protocol):
     """A result that is being computed."""
 
+    @property
+    def done(self) -> bool:
+        """Whether it is known to be there, so that nobody needs to wait for it."""
+
     def result(self) -> Any:
         """Wait for it."""
 
@@ -26,6 +30,7 @@ class Done:
     """A result that is there already."""
 
     value: Any
+    done: bool = True
 
     def result(self) -> Any:
         return self.value
