@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import archipel
-from archipel.cli import clusters, questions, runs, terminal, texts
+from archipel.cli import clusters, questions, recipes, runs, terminal, texts
 from archipel.errors import TrainingError, UserError
 
 app = typer.Typer(
@@ -30,6 +30,9 @@ theory = typer.Typer(
     help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None
 )
 topology = typer.Typer(help="What a network is like.", no_args_is_help=True, rich_markup_mode=None)
+app.command()(recipes.init)
+app.command()(recipes.check)
+app.command()(recipes.schema)
 app.command()(runs.compare)
 app.command()(runs.run)
 app.command()(runs.resume)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.nn import functional as F
 
 from archipel.errors import UserError, nearest, seen_from
@@ -49,7 +50,7 @@ class Pretrained:
             UserError: the weights do not fit the configuration.
         """
         auto = library("transformers").AutoModelForCausalLM
-        if self.weights is None:
+        if self.weights is None or detect_fake_mode():  # then there are no values to be loaded
             model = auto.from_config(self.config, dtype=torch.float32)
         else:
             with reading(f"task.model = {self.weights!r}"):

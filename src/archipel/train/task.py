@@ -298,7 +298,8 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
             tied=config.tied,
         )
 
-    size = sum(parameter.numel() for parameter in model().parameters())
+    with torch.device("meta"):  # it may be large
+        size = sum(parameter.numel() for parameter in model().parameters())
     regions = (
         "iid" if config.dirichlet is None else f"regions differ (Dirichlet {config.dirichlet})"
     )
