@@ -40,11 +40,13 @@ from archipel.train.footprint import Footprint, bytes_of, look, no_values
 from archipel.train.pool import usual_processes
 from archipel.train.task import make_task
 
-PROCESS_BYTES = 200_000_000
+PROCESS_BYTES = 230_000_000
 """P: what a process takes that has loaded torch and computes, without what it shares with others.
 """
-TRANSFORMERS_BYTES = 150_000_000
-"""What `transformers` adds to that."""
+TRANSFORMERS_BYTES = 110_000_000
+"""What `transformers` and `datasets` add to that."""
+RAY_BYTES = 100_000_000
+"""What Ray and the transport add to it, on a host."""
 COPIES = 2
 """Copies of its part of the model that a live host has at a time, as a rule."""
 
@@ -106,7 +108,7 @@ def memory_of(recipe: Recipe, task: Footprint, processes: int | None = None) -> 
     )
     hosts = []
     for actor in actors:
-        host = process + own[actor.me] + message
+        host = process + RAY_BYTES + own[actor.me] + message
         if actor.model() is not None:
             host += COPIES * vector // stages
         if actor.me in trains:

@@ -22,7 +22,7 @@ from archipel.sim.topology import MEASURED, PRESETS, Profile, Topology, load_top
 from archipel.train.configs import CONFIGS, task_config
 from archipel.yamlfile import inline
 
-FILL_IN = "FILL_IN"
+FILL_IN = "FILL IN"
 """Stands where a setting is required."""
 FIRST = {
     "batch_size",

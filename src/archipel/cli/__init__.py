@@ -22,7 +22,7 @@ app = typer.Typer(
     help="Train one model over slow links: compare methods on a modelled network, then run one for "
     "real.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -30,16 +30,16 @@ theory = typer.Typer(
     help="What is known exactly about a method.", no_args_is_help=True, rich_markup_mode=None
 )
 topology = typer.Typer(help="What a network is like.", no_args_is_help=True, rich_markup_mode=None)
+app.command()(runs.compare)
 app.command()(recipes.init)
 app.command()(recipes.check)
-app.command()(recipes.schema)
-app.command()(runs.compare)
 app.command()(runs.run)
 app.command()(runs.resume)
 app.command()(runs.launch)
 app.command()(runs.attach)
 app.command()(runs.report)
 app.command("list")(questions.list_names)
+app.command()(recipes.schema)
 app.command()(texts.tokenize)
 app.command()(questions.study)
 app.command()(questions.latency)
@@ -92,7 +92,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     warnings.showwarning = lambda message, *_: terminal.say(f"archipel: warning: {message}")
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(app(prog_name="archipel", standalone_mode=False) or 0)
     except UserError as error:
         _complain(error, 2)
     except TrainingError as error:

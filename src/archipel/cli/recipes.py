@@ -65,11 +65,12 @@ def check(
     settings: Set = None,
     processes: Processes = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Refuse what `archipel launch` refuses, too.")
+        bool,
+        typer.Option("--live", help="For `archipel launch` here: what it refuses, and its memory."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a recipe would do, how long it would take and how much memory; run nothing."""
+    """What a recipe would do, and what it takes; nothing is run."""
     loaded = load_recipe(recipe, parse_settings(settings or []))
     found = preview.preview(loaded, processes, live=live)
     if as_json:
