@@ -223,7 +223,9 @@ def test_a_first_recipe_names_the_schema_that_lies_beside_it(
     assert first == "# yaml-language-server: $schema=recipe.schema.json"
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 1e-8, "no", "1e3", "a: b", [0.9, 1], {}, "x" * 99])
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 1e-8, "no", "1e3", "a: b", [0.9, 1], {}, "x" * 99]
+)
 def test_a_value_on_one_line_is_read_back(value: Any) -> None:
     assert "\n" not in inline(value)
     assert parse(f"key: {inline(value)}  # comment") == {"key": value}

@@ -42,6 +42,7 @@ def recipe_of(method: str = "diloco", **sections: Any) -> Recipe:
 # Modelled: times and bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [{}, {"wire": "int4"}], ids=["fp32", "int4"])
 @pytest.mark.parametrize("method", methods.names())
 def test_what_is_modelled_is_what_a_run_with_gradients_models(
@@ -51,15 +52,13 @@ def test_what_is_modelled_is_what_a_run_with_gradients_models(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # so few steps are no training
         ran = simulation.simulate(recipe, pools(recipe), tmp_path / "run")
-    found = preview(recipe)
-    assert found.modelled is not None
-    modelled = found.modelled
-    assert modelled.time_s == pytest.approx(ran["time_s"])
-    assert modelled.idle_fraction == pytest.approx(ran["idle_fraction"])
+    modelled = preview(recipe).modelled
+    assert modelled is not None
+    # By int4, the last block of this model's 4,400 entries is not full, and has a whole scale.
+    near = 1e-9 if recipe.wire == "fp32" else 2e-3
+    for key in ("time_s", "idle_fraction", "sent_bytes", "slow_link_bytes"):
+        assert getattr(modelled, key) == pytest.approx(ran[key], rel=near), key
     assert modelled.stopped == ran["stopped"]
-    # Where vectors are rounded, a block of 128 entries may not be full.
-    assert modelled.sent_bytes == pytest.approx(ran["sent_bytes"], rel=1e-2)
-    assert modelled.slow_link_bytes == pytest.approx(ran["slow_link_bytes"], rel=1e-2)
     assert modelled.by_link == {"east – west": modelled.slow_link_bytes}
 
 
@@ -102,7 +101,8 @@ def test_a_tree_does_not_say_which_links_it_takes(archipel: Any, tmp_path: Path)
 @pytest.mark.parametrize("collective", ["ring", "chain"])
 def test_the_parts_of_an_all_reduce_add_up(collective: Any) -> None:
     links = [
-        RegionLink(between=pair, bandwidth_gbit_s=1.0) for pair in (("a", "b"), ("b", "c"), ("c", "a"))
+        RegionLink(between=pair, bandwidth_gbit_s=1.0)
+        for pair in (("a", "b"), ("b", "c"), ("c", "a"))
     ]
     topology = Topology(
         regions={"a": [1.0] * 2, "b": [1.0], "c": [1.0]}, links=links, collective=collective
@@ -312,6 +312,7 @@ TOO_LARGE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_machine")
 def test_a_run_that_does_not_fit_is_warned_of_before_it_starts(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=TOO_LARGE):
@@ -362,7 +363,7 @@ def test_what_is_printed(archipel: Any, tmp_path: Path) -> None:
     assert said["slowest link"] == "east – west: 1 Gbit/s, 35 ms"
     assert said["parameters"] == "4,400"
     assert said["message, live"].startswith("17,600 bytes a vector of weights as fp32; by int8 4,")
-    assert said["learning rate"].endswith("0.003 at most, 0.0003 at last, as planned")
+    assert said["learning rate"].endswith("0.003 at most, 0.000301 at last, as planned")
     assert said["plan"] == (
         "800 inner steps of all workers together, 51,200 tokens; 100 steps a worker on average"
     )

@@ -9,7 +9,8 @@ that has loaded torch:
 
 - a **simulated** run has V + S for each worker, in memory that all processes share; the method's
   own vectors; one message under way for each worker; models that are being evaluated; and in each
-  process of the pool P + 3V + K + S + B, in that of the command P + 3V + K;
+  process of the pool P + 3V + K + S + B, in that of the command P + 3V + K + S, for the inner
+  optimizer is tried out there, and such small pieces of memory do not go back to the system;
 - a **live** host has P + 3V + K + S + B, its actor's vectors, a message, the vector that it trains
   from, and two copies of the model at marks. A server has no inner optimizer, and a copy of the
   model only for evaluations.
@@ -40,10 +41,10 @@ from archipel.train.footprint import Footprint, bytes_of, look, no_values
 from archipel.train.pool import usual_processes
 from archipel.train.task import make_task
 
-PROCESS_BYTES = 230_000_000
+PROCESS_BYTES = 260_000_000
 """P: what a process takes that has loaded torch and computes, without what it shares with others.
 """
-TRANSFORMERS_BYTES = 110_000_000
+TRANSFORMERS_BYTES = 200_000_000
 """What `transformers` and `datasets` add to that."""
 RAY_BYTES = 100_000_000
 """What Ray and the transport add to it, on a host."""
@@ -104,7 +105,7 @@ def memory_of(recipe: Recipe, task: Footprint, processes: int | None = None) -> 
         + sum(own.values())
         + evaluated * vector
         + (processes or usual_processes()) * computing
-        + (process + model * (2 if stages > 1 else 1))
+        + (process + (model + state) * (2 if stages > 1 else 1))
     )
     hosts = []
     for actor in actors:
@@ -143,7 +144,9 @@ def warn_of_memory(recipe: Recipe, processes: int | None = None, *, live: bool =
     needed_bytes = memory.live_bytes if live else memory.simulated_bytes
     if needed_bytes > there_bytes:
         warnings.warn(
-            f"{recipe.label}: {too_large(needed_bytes, there_bytes, live=live)}", stacklevel=2
+            f"{recipe.label}: {too_large(needed_bytes, there_bytes, live=live)} (see: archipel "
+            "check)",
+            stacklevel=2,
         )
 
 
@@ -152,7 +155,7 @@ def too_large(needed_bytes: int, there_bytes: int, *, live: bool) -> str:
     kind = "a live run, all of it on this machine," if live else "a simulated run"
     return (
         f"{kind} takes about {in_bytes(needed_bytes)} of memory, as computed, and this machine has "
-        f"{in_bytes(there_bytes)} (see: archipel check)"
+        f"{in_bytes(there_bytes)}"
     )
 
 

@@ -31,7 +31,13 @@ def recipe_schema() -> Schema:
     methods_of = {
         name: cast(type[BaseModel], methods.load(name).Config) for name in methods.names()
     }
-    models = [*methods_of.values(), *CONFIGS.values(), *SECTIONS.values(), Topology, Profile]
+    models: list[type[BaseModel]] = [
+        *methods_of.values(),
+        *CONFIGS.values(),
+        *SECTIONS.values(),
+        Topology,
+        Profile,
+    ]
     found, shared = models_json_schema([(model, "validation") for model in models])
     of = {model: found[model, "validation"] for model in models}
     definitions: dict[str, Schema] = shared["$defs"]

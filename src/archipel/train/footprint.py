@@ -141,7 +141,7 @@ def bytes_of(value: object) -> int:
 
 def _memory(tensor: Tensor) -> int:
     """Where the memory of a tensor is; one without values has a place too."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
