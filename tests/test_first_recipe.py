@@ -84,6 +84,14 @@ def test_what_is_commented_out_can_be_switched_on() -> None:
     assert recipe.changed() == {}
 
 
+def test_a_method_of_ones_own_has_a_first_recipe_too(archipel: Any, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(Path(methods.__path__[0], "noloco.py").read_text())
+    assert archipel("init", tmp_path / "recipe.yaml", "--method", own).code == 0
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.method, recipe.label, recipe.changed()) == (str(own), "own", {})
+
+
 def test_no_file_is_overwritten(archipel: Any, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("method: diloco\n")

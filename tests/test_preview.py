@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import resource
 import warnings
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from archipel import experiment, memory, methods, simulation
 from archipel.errors import UserError
 from archipel.memory import machine_bytes, memory_of
-from archipel.preview import _learning_rates, preview
+from archipel.preview import learning_rates, preview
 from archipel.recipe import Recipe, parse_recipe
 from archipel.sim.network import Network
 from archipel.sim.topology import RegionLink, Topology
-from archipel.train.configs import SyntheticTask, TaskConfig
+from archipel.train.configs import CausalLmTask, SyntheticTask, TaskConfig
 from archipel.train.footprint import bytes_of, footprint_of, look
 from archipel.train.pool import Pool
 from archipel.train.replica import Replica, Run
@@ -140,12 +141,12 @@ def test_the_plan_and_the_message() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 100, 625.5])
 @pytest.mark.parametrize(("warmup", "final"), [(0.05, 0.1), (0.0, 0.0), (1.0, 0.5), (0.3, 2.0)])
-def test_learning_rates_are_those_of_all_steps(steps: float, warmup: float, final: float) -> None:
+def testlearning_rates_are_those_of_all_steps(steps: float, warmup: float, final: float) -> None:
     schedule = Schedule(warmup, final)
     every = [0.5 * schedule.factor(step, steps) for step in range(int(np.ceil(steps)))]
-    found = _learning_rates(schedule, 0.5, steps)
+    found = learning_rates(schedule, 0.5, steps)
     assert found == pytest.approx((every[0], max(every), every[-1]))
-    assert _learning_rates(None, 0.5, steps) == (0.5, 0.5, 0.5)
+    assert learning_rates(None, 0.5, steps) == (0.5, 0.5, 0.5)
 
 
 # Without values: what a worker takes
@@ -242,6 +243,32 @@ def test_a_model_that_fails_is_told() -> None:
 
     with pytest.raises(UserError, match=r"^task\.model failed at .*: RuntimeError: no weights$"):
         footprint_of(user_task(model))
+
+
+@pytest.mark.slow
+def test_weights_on_disk_are_not_read(tmp_path: Path) -> None:
+    transformers = importlib.import_module("transformers")
+    shape = transformers.GPTNeoXConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.GPTNeoXForCausalLM(shape).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat " * 400)
+    task = make_task(
+        CausalLmTask(
+            model=str(tmp_path / "model"),
+            data=str(tmp_path / "text.txt"),
+            tokenizer="bytes",
+            cache=str(tmp_path / "tokens"),
+            sequence=16,
+        )
+    )
+    real = Replica(task, Run(1, 1, 0), CPU)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"spoilt")
+    found = look(task)
+    assert found is not None
+    assert found.layout == real.layout
+    assert found.state_bytes == sum(spec.size_bytes for spec in real.state_specs[2:])
 
 
 def test_a_large_model_is_told_without_making_it() -> None:
@@ -383,6 +410,21 @@ def test_json_has_the_same_figures(archipel: Any, tmp_path: Path) -> None:
     assert found["memory"]["simulated_bytes"] > found["memory"]["worker_bytes"]
     assert sum(found["modelled"]["steps_of"].values()) >= found["steps"] == 10_000
     assert [text.split(":")[0] for text in found["warnings"]] == ["noloco"]
+
+
+def test_a_method_that_needs_values_is_told_without_its_memory(
+    archipel: Any, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    diloco = Path(methods.__path__[0], "diloco.py").read_text()
+    build = "    steps = world.inner_steps("
+    assert build in diloco
+    own.write_text(diloco.replace(build, f"    assert float(theta.sum()) < 1e9\n{build}"))
+    file = write(tmp_path, f"method: {own}\ntask: {{name: synthetic}}\n")
+    answer = archipel("check", file)
+    assert (answer.code, answer.err) == (0, "")
+    told = "memory             not known: the method's actors look at values when they are made\n"
+    assert answer.out.endswith(told)
 
 
 def test_what_run_warns_of_is_warned_of(archipel: Any, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ that has loaded torch:
   from, and two copies of the model at marks. A server has no inner optimizer, and a copy of the
   model only for evaluations.
 
-All of that is as on CPUs. What peaks for a moment, when models are made and when the last one is
-written, is left out, and so are gradients on their way to a step of synchronous SGD.
+All of that is as on CPUs, and as if each live worker were one process. What peaks for a moment,
+when models are made and when the last one is written, is left out, and so are gradients on their
+way to a step of synchronous SGD.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import math
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from archipel.assemble import (
     warn_of_precision,
     warn_of_size,
 )
+from archipel.errors import UserError
 from archipel.memory import Memory, machine_bytes, memory_of, too_large
 from archipel.recipe import Recipe
 from archipel.run.codec import Codec, coded_bytes
@@ -111,7 +112,8 @@ class Preview:
         regions, workers, replicas: how many there are.
         slowest_link: between two regions, in words; None: there is none.
         steps, tokens: that are planned for all workers together; no tokens where none are counted.
-        model, memory: None where nothing is trained.
+        model: None where nothing is trained.
+        memory: None there, and where the method's actors cannot be made of vectors without values.
         machine_bytes: memory of this machine; None: not known.
         modelled: None where the profile is measured when the run starts.
         warnings: what a run would warn of before it starts.
@@ -161,9 +163,11 @@ def preview(recipe: Recipe, processes: int | None = None, *, live: bool = False)
         if task and takes:
             warn_of_precision(task.autocast)
             warn_of_size(recipe, takes.vector_bytes)
-            needed = memory_of(recipe, takes, processes)
+            with suppress(UserError):  # a method of the user's own may need values
+                needed = memory_of(recipe, takes, processes)
+        if needed and there_bytes is not None:
             needed_bytes = needed.live_bytes if live else needed.simulated_bytes
-            if there_bytes is not None and needed_bytes > there_bytes:
+            if needed_bytes > there_bytes:
                 warnings.warn(too_large(needed_bytes, there_bytes, live=live), stacklevel=2)
         modelled = rehearse(recipe, steps) if recipe.profile else None
     topology = recipe.topology
@@ -269,7 +273,7 @@ def _model(recipe: Recipe, task: Task, takes: Footprint, steps: int) -> Model:
         description=task.description,
         parameters=layout.parameters,
         message=_on_wire(layout.numel, layout.parameters, recipe.wire),
-        lr=_learning_rates(task.schedule, takes.lr, steps / recipe.replicas),
+        lr=learning_rates(task.schedule, takes.lr, steps / recipe.replicas),
     )
 
 
@@ -282,7 +286,7 @@ def _on_wire(numel: int, parameters: int, wire: Codec) -> OnWire:
     )
 
 
-def _learning_rates(
+def learning_rates(
     schedule: Schedule | None, lr: float, steps: float
 ) -> tuple[float, float, float]:
     """Of the first of a worker's planned steps, the largest, and of the last one."""

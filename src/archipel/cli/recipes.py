@@ -176,6 +176,8 @@ def _modelled_lines(found: preview.Preview) -> Iterator[tuple[str, str]]:
 def _memory_lines(found: preview.Preview) -> Iterator[tuple[str, str]]:
     memory = found.memory
     if memory is None:
+        if found.model is not None:
+            yield "memory", "not known: the method's actors look at values when they are made"
         return
     there = "not known" if found.machine_bytes is None else in_bytes(found.machine_bytes)
     yield (
