@@ -143,6 +143,15 @@ def warn_of_size(recipe: Recipe, model_bytes: int) -> None:
         )
 
 
+def warn_of_precision(autocast: torch.dtype | None) -> None:
+    """Warn if the CPU, which is to compute in the type `autocast`, has no arithmetic for it."""
+    if autocast == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        warnings.warn(
+            "this CPU has no bf16 arithmetic and emulates it; precision fp32 is many times faster",
+            stacklevel=2,
+        )
+
+
 def planned_steps(recipe: Recipe, tokens_per_step: int | None) -> int:
     """Inner steps that the run is planned for.
 

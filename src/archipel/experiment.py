@@ -20,6 +20,7 @@ from archipel.arguments import check_arguments
 from archipel.assemble import check_has_loss, check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
 from archipel.errors import Diverged, Interrupted, TrainingError, UserError
+from archipel.memory import warn_of_memory
 from archipel.methods import blaming
 from archipel.pyfile import check_not_importing
 from archipel.recipe import (
@@ -370,6 +371,8 @@ def _simulate_each(
             recipes.items(), lambda item: (item[1].task, item[1].topology.workers, item[1].pipeline)
         ):
             same = dict(group)
+            for recipe in same.values():
+                warn_of_memory(recipe, processes)
             with simulation.open_pool(next(iter(same.values())), processes) as pool:
                 same = same if resume else _begun(same, pool)
                 diverged += _simulate_with(pool, same, every, progress, resume=resume)
@@ -466,6 +469,8 @@ def _go_live(
     """Run `recipe` live in a run directory, or go on with the run that was stopped there."""
     from archipel.live import launch as live  # here, for it imports Ray
 
+    if address is None:
+        warn_of_memory(recipe, live=True)
     try:
         live.launch(
             recipe,

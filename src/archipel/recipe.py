@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import yaml
+from pydantic import BaseModel
 
 from archipel import methods
 from archipel.actor import MethodConfig
@@ -46,7 +47,16 @@ KEYS = (
     "bad_updates",
     "label",
 )
+SECTIONS: dict[str, type[BaseModel]] = {
+    "run": RunConfig,
+    "pipeline": PipelineConfig,
+    "live": LiveConfig,
+    "faults": FaultsConfig,
+    "bad_updates": ScreeningConfig,
+}
+"""Sections that have one kind of settings."""
 DEFAULT_TOPOLOGY = "halos-4x4"
+DEFAULT_TASK = "stdlib"
 DEFAULT_PROFILE = "pythia-70m-h100"
 
 
@@ -180,7 +190,7 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
             f"pipeline.stages = {pipeline.stages}: topology {topology.name!r} has "
             f"{len(topology.workers)} workers, which is no multiple of that"
         )
-    task = _task(section(data.get("task", "stdlib"), "task"), in_stages=pipeline.stages > 1)
+    task = _task(section(data.get("task", DEFAULT_TASK), "task"), in_stages=pipeline.stages > 1)
     recipe = Recipe(
         label=label,
         method=method,
@@ -410,12 +420,12 @@ def _profile(value: Any) -> Profile | None:
 
 
 def _task(fields: dict[str, Any], *, in_stages: bool) -> TaskConfig:
-    config = task_config(str(fields.get("name", "stdlib")))
+    config = task_config(str(fields.get("name", DEFAULT_TASK)))
     if issubclass(config, GptTask):
         fields = {"tied": not in_stages, **fields}
     if issubclass(config, CausalLmTask):
         fields = {"blocks": in_stages, **fields}
-    return checked(config, {"name": "stdlib", **fields}, "task")
+    return checked(config, {"name": DEFAULT_TASK, **fields}, "task")
 
 
 def _wire(value: Any) -> Codec:

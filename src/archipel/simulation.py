@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,7 @@ from archipel.assemble import (
     check_saved_by_tokens,
     pipeline_of,
     planned_steps,
+    warn_of_precision,
     warn_of_size,
 )
 from archipel.checkpoint import Every
@@ -39,6 +40,7 @@ from archipel.run.census import Plan
 from archipel.run.invariants import Ledger
 from archipel.run.journal import Journal
 from archipel.run.metrics import Recorder
+from archipel.run.observer import Observer
 from archipel.rundir import CHECKPOINTS, INTERRUPTED, Ended
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
@@ -73,16 +75,8 @@ def open_pool(recipe: Recipe, processes: int | None) -> Iterator[Pool | None]:
         processes,
         pipeline_of(recipe),
     ) as pool:
-        if (
-            pool.task.autocast == torch.bfloat16
-            and "cpu" in pool.devices
-            and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        ):
-            warnings.warn(
-                "this CPU has no bf16 arithmetic and emulates it; precision fp32 is many times "
-                "faster",
-                stacklevel=2,
-            )
+        if "cpu" in pool.devices:
+            warn_of_precision(pool.task.autocast)
         torch.set_num_threads(1)  # outer steps must not take the pool's cores
         try:
             yield pool
@@ -221,9 +215,16 @@ def simulate(
 
 
 def make_simulator(
-    recipe: Recipe, pool: Pool | None, progress: Progress = lambda *_: None
+    recipe: Recipe,
+    pool: Pool | None,
+    progress: Progress = lambda *_: None,
+    observers: Sequence[Observer] = (),
 ) -> Simulator:
     """A simulator that is ready to run `recipe`, which has a profile, from its start.
+
+    Args:
+        pool: takes inner steps; None: nothing is trained.
+        observers: are told of each event, beside those that a recipe with faults has.
 
     Raises:
         UserError: the recipe cannot run.
@@ -274,7 +275,10 @@ def make_simulator(
         faults=make_faults(recipe.faults, recipe.topology, nodes, seed) if recipe.faults else None,
         screening=recipe.screening(live=False),
         wire=recipe.wire,
-        observers=[Ledger(frozenset(worker.id for worker in workers))] if faulty else [],
+        observers=[
+            *([Ledger(frozenset(worker.id for worker in workers))] if faulty else []),
+            *observers,
+        ],
     )
 
 

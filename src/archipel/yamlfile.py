@@ -4,6 +4,7 @@ line that says where it is.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from types import NoneType
@@ -65,6 +66,12 @@ def parse(text: str) -> Any:
 def dump(data: dict[str, Any]) -> str:
     """`data` as YAML, keys in their order; `parse` reads it back."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+
+
+def inline(value: Any) -> str:
+    """`value` as YAML on one line; `parse` reads it back."""
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import archipel
-from archipel.cli import clusters, questions, runs, terminal, texts
+from archipel.cli import clusters, questions, recipes, runs, terminal, texts
 from archipel.errors import TrainingError, UserError
 
 app = typer.Typer(
     help="Train one model over slow links: compare methods on a modelled network, then run one for "
     "real.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -31,12 +31,15 @@ theory = typer.Typer(
 )
 topology = typer.Typer(help="What a network is like.", no_args_is_help=True, rich_markup_mode=None)
 app.command()(runs.compare)
+app.command()(recipes.init)
+app.command()(recipes.check)
 app.command()(runs.run)
 app.command()(runs.resume)
 app.command()(runs.launch)
 app.command()(runs.attach)
 app.command()(runs.report)
 app.command("list")(questions.list_names)
+app.command()(recipes.schema)
 app.command()(texts.tokenize)
 app.command()(texts.generate)
 app.command()(texts.evaluate)
@@ -91,7 +94,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     warnings.showwarning = lambda message, *_: terminal.say(f"archipel: warning: {message}")
     try:
-        sys.exit(app(standalone_mode=False) or 0)
+        sys.exit(app(prog_name="archipel", standalone_mode=False) or 0)
     except UserError as error:
         _complain(error, 2)
     except TrainingError as error:

@@ -24,8 +24,7 @@ from archipel import methods, rundir, studies
 from archipel.cli import terminal
 from archipel.cli.options import Json, Processes, a_path
 from archipel.errors import UserError, nearest
-from archipel.run.screening import ScreeningConfig
-from archipel.sections import LiveConfig, PipelineConfig, RunConfig
+from archipel.recipe import SECTIONS
 from archipel.sim.faults import KINDS, FaultsConfig, RandomFaults
 from archipel.sim.topology import MEASURED, PRESETS, PROFILES, load_topology
 from archipel.theory import latency as model
@@ -33,15 +32,6 @@ from archipel.theory import moments
 from archipel.theory import plots as plots_of
 from archipel.train.configs import CONFIGS
 from archipel.yamlfile import dump
-
-SECTIONS: dict[str, type[BaseModel]] = {
-    "run": RunConfig,
-    "pipeline": PipelineConfig,
-    "live": LiveConfig,
-    "faults": FaultsConfig,
-    "bad_updates": ScreeningConfig,
-}
-"""Sections of a recipe that have one kind of settings."""
 
 
 def list_names(

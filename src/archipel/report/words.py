@@ -147,7 +147,7 @@ def table_cells(
         (
             "bytes over slow links",
             "slow_link_bytes",
-            lambda value: _prefixed(value, " B", " kB", " MB", " GB", " TB", " PB"),
+            in_bytes,
             True,
         ),
         ("idle", "idle_fraction", "{:.1%}".format, True),
@@ -184,6 +184,11 @@ def _prefixed(value: float, *units: str) -> str:
     scaled = value / 1000**power
     decimals = 0 if power == 0 or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
     return f"{scaled:,.{decimals}f}{units[power]}"
+
+
+def in_bytes(size_bytes: float) -> str:
+    """A size with its unit, such as `33 GB`."""
+    return _prefixed(size_bytes, " B", " kB", " MB", " GB", " TB", " PB")
 
 
 def clock_format(largest_s: float) -> Callable[[float], str]:

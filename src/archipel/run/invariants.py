@@ -17,7 +17,7 @@ What belongs here: each invariant in one place, with its name. What does not: wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from archipel.actor import Actor, Message, NodeId
@@ -122,7 +122,9 @@ class Ledger(Observer):
     def wastes(self, size_bytes: float) -> None:
         self.lost_bytes += size_bytes
 
-    def reduces(self, sent_bytes: float, usual_s: float) -> None:
+    def reduces(
+        self, sent_bytes: float, usual_s: float, between: Mapping[tuple[str, str], float]
+    ) -> None:
         self.delivered_bytes += sent_bytes
         self.longest_message_s = max(self.longest_message_s, usual_s)
 

@@ -67,8 +67,12 @@ class Observer:
     def wastes(self, size_bytes: float) -> None:
         """Bytes that were sent to nobody, or sent again."""
 
-    def reduces(self, sent_bytes: float, usual_s: float) -> None:
-        """A collective has started."""
+    def reduces(
+        self, sent_bytes: float, usual_s: float, between: Mapping[tuple[str, str], float]
+    ) -> None:
+        """A collective has started. `between`: bytes from one region to another, as far as it is
+        known which way they go.
+        """
 
     def handles(self, actor: Actor) -> None:
         """An actor has reacted to something."""

@@ -23,7 +23,7 @@ from archipel.actor import Vector
 
 
 class ScreeningConfig(BaseModel):
-    """The section `bad_updates` of a recipe."""
+    """When an update is refused: the section `bad_updates` of a recipe."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     multiple: float = Field(

@@ -169,7 +169,7 @@ class RandomFaults(Strict):
 
 
 class FaultsConfig(Strict):
-    """The section `faults` of a recipe."""
+    """What goes wrong on purpose: the section `faults` of a recipe."""
 
     schedule: tuple[Fault, ...] = Field(
         (), strict=False, description="a list of faults, each with its `kind` and its time"

@@ -25,12 +25,22 @@ from archipel.sim.topology import Link, Topology
 class Collective:
     """The cost of one all-reduce: seconds, messages, bytes on all links, and bytes on links between
     regions.
+
+    Attributes:
+        edges: the links between regions, each with an equal part of their bytes, both ways
+            together; a tree does not say which it takes.
     """
 
     seconds: float
     messages: int
     sent_bytes: float
     slow_link_bytes: float
+    edges: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def between(self) -> dict[tuple[str, str], float]:
+        """Bytes by link between regions, as far as it is known which it takes."""
+        return {edge: self.slow_link_bytes / len(self.edges) for edge in self.edges}
 
 
 @dataclass
@@ -75,17 +85,19 @@ class Network:
             case "ring":
                 chunk, steps = size_bytes / n, 2 * (n - 1)
                 order = self._order(regions, chunk, closed=True)
-                between = [self.link(a, b) for a, b in routes.edges(order, closed=True)]
+                edges = routes.edges(order, closed=True)
+                between = [self.link(a, b) for a, b in edges]
                 inside = [self.topology.local] * (n - len(between))
                 seconds = self.sum_of_slowest_s(between + inside, chunk, steps)
                 return Collective(
-                    seconds, steps * n, steps * n * chunk, steps * len(between) * chunk
+                    seconds, steps * n, steps * n * chunk, steps * len(between) * chunk, edges
                 )
             case "chain":
                 order = self._order(regions, size_bytes, closed=False)
                 chunk = max(size_bytes / routes.CHUNKS, min(routes.SMALLEST_BYTES, size_bytes))
                 chunks = math.ceil(size_bytes / chunk) if chunk else 1
-                between = [self.link(a, b) for a, b in routes.edges(order, closed=False)]
+                edges = routes.edges(order, closed=False)
+                between = [self.link(a, b) for a, b in edges]
                 hops = between + [self.topology.local] * (n - 1 - len(between))
                 once_s = sum(self.sum_of_slowest_s([hop], chunk, 2) for hop in hops)
                 slowest_s = max(chunk / hop.bandwidth_bytes_per_s for hop in hops)
@@ -94,6 +106,7 @@ class Network:
                     2 * (n - 1) * chunks,
                     2 * (n - 1) * size_bytes,
                     2 * len(between) * size_bytes,
+                    edges,
                 )
             case "tree":
                 levels = 2 * math.ceil(math.log2(n))
@@ -103,8 +116,13 @@ class Network:
                     links, key=lambda link: link.latency_s + size_bytes / link.bandwidth_bytes_per_s
                 )
                 seconds = self.sum_of_slowest_s([slowest] * (2 if n > 2 else 1), size_bytes, levels)
-                edges, slow_edges = 2 * (n - 1), 2 * (len(regions) - 1)
-                return Collective(seconds, edges, edges * size_bytes, slow_edges * size_bytes)
+                messages, slow = 2 * (n - 1), 2 * (len(regions) - 1)
+                return Collective(
+                    seconds,
+                    messages,
+                    messages * size_bytes,
+                    slow * size_bytes,
+                )
 
     def sum_of_slowest_s(self, links: Sequence[Link], size_bytes: float, steps: int) -> float:
         """Seconds of `steps` steps, each of which waits for the slowest of `links` to pass

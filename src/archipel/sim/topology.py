@@ -62,32 +62,37 @@ class Link(Strict):
 class RegionLink(Link):
     """A link between two regions."""
 
-    between: tuple[str, str] = Field(strict=False)  # YAML has lists, not tuples
+    between: tuple[str, str] = Field(  # YAML has lists, not tuples
+        strict=False, description="the two regions that it joins"
+    )
 
 
 class Topology(Strict):
-    """Regions of workers, and the links inside and between them.
+    """Regions of workers, and the links inside and between them."""
 
-    Attributes:
-        regions: the relative speeds of each region's workers. The fastest worker of all takes the
-            profile's step time.
-        local: the link between any two nodes of one region. A region's network is switched: its
-            transfers never share it.
-        links: the links between regions.
-        default: the link between regions that `links` does not name; null: there is none.
-        sharing: `none`: every transfer has the link to itself (the published simulators' rule);
-            `fair`: the transfers in one direction of a link between regions share its bandwidth
-            equally.
-        collective: how an all-reduce goes: `ring`, `tree`, or `chain` as in live runs.
-    """
-
-    name: str = "custom"
-    regions: dict[str, list[Speed]] = Field(min_length=1)
-    local: Link = Link(bandwidth_gbit_s=100)
-    links: list[RegionLink] = []
-    default: Link | None = None
-    sharing: Literal["none", "fair"] = "none"
-    collective: Literal["ring", "tree", "chain"] = "ring"
+    name: str = Field("custom", description="what reports call it")
+    regions: dict[str, list[Speed]] = Field(
+        min_length=1,
+        description="the relative speeds of each region's workers; the fastest worker of all takes "
+        "the profile's step time",
+    )
+    local: Link = Field(
+        Link(bandwidth_gbit_s=100),
+        description="the link between any two nodes of one region; a region's network is switched: "
+        "its transfers never share it",
+    )
+    links: list[RegionLink] = Field([], description="the links between regions")
+    default: Link | None = Field(
+        None, description="the link between regions that `links` does not name; null: there is none"
+    )
+    sharing: Literal["none", "fair"] = Field(
+        "none",
+        description="none: every transfer has the link to itself (the published simulators' rule); "
+        "fair: the transfers in one direction of a link between regions share it equally",
+    )
+    collective: Literal["ring", "tree", "chain"] = Field(
+        "ring", description="how an all-reduce goes: ring, tree, or chain as in live runs"
+    )
 
     @field_validator("regions")
     @classmethod
@@ -169,18 +174,17 @@ class Topology(Strict):
 class Profile(Strict):
     """The size of a training job: what a message that carries the model weighs, and how long a step
     takes.
-
-    Attributes:
-        model_bytes: bytes of one vector of weights on the wire.
-        step_time_s: seconds of one inner step on the fastest worker.
-        activation_bytes: bytes that the batch of one inner step sends over a boundary between
-            stages, and back as their gradient.
     """
 
-    name: str = "custom"
-    model_bytes: int = Field(gt=0)
-    step_time_s: float = Field(gt=0)
-    activation_bytes: int = Field(0, ge=0)
+    name: str = Field("custom", description="what reports call it")
+    model_bytes: int = Field(gt=0, description="bytes of one vector of weights on the wire")
+    step_time_s: float = Field(gt=0, description="seconds of one inner step on the fastest worker")
+    activation_bytes: int = Field(
+        0,
+        ge=0,
+        description="bytes that the batch of one inner step sends over a boundary between stages, "
+        "and back as their gradient",
+    )
 
 
 PROFILES = {

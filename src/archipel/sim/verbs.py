@@ -151,7 +151,7 @@ def reduce(engine: Engine, complete: Complete) -> None:
     state.recorder.counts(cost.messages, cost.sent_bytes, cost.slow_link_bytes)
     state.recorder.reduces(group, state.now, end_s)
     for observer in state.observers:
-        observer.reduces(cost.sent_bytes, cost.seconds)
+        observer.reduces(cost.sent_bytes, cost.seconds, cost.between)
     state.collectives.starts(complete, state.number)
     for node in group:
         engine.push(end_s, Deliver(node, reduced, node))

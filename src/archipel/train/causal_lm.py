@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.nn import functional as F
 
 from archipel.errors import UserError, nearest, seen_from
@@ -49,7 +50,7 @@ class Pretrained:
             UserError: the weights do not fit the configuration.
         """
         auto = library("transformers").AutoModelForCausalLM
-        if self.weights is None:
+        if self.weights is None or detect_fake_mode():  # then there are no values to be loaded
             model = auto.from_config(self.config, dtype=torch.float32)
         else:
             with reading(f"task.model = {self.weights!r}"):
@@ -157,13 +158,19 @@ def config_of(name: str) -> tuple[PretrainedConfig, str | None]:
             config = auto.from_pretrained(name, trust_remote_code=False)
         there = any(file.suffix in (".safetensors", ".bin") for file in path.iterdir())
         return config, name if there else None
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        raise UserError(
-            f"task.model = {name!r}: allowed are {', '.join(SHAPES)}, a folder with a config.json"
-            f"{seen_from(path)}, and OWNER/NAME on the Hugging Face hub{nearest(name, SHAPES)}"
-        )
+    check_name(name)
     with reading(f"task.model = {name!r}"):
         return auto.from_pretrained(name, trust_remote_code=False), name
+
+
+def check_name(name: str) -> None:
+    """Raise a `UserError` if no model can be called `name`. Nothing is asked of the hub."""
+    named = name in SHAPES or re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)
+    if not named and not Path(name).is_dir():
+        raise UserError(
+            f"task.model = {name!r}: allowed are {', '.join(SHAPES)}, a folder with a config.json"
+            f"{seen_from(name)}, and OWNER/NAME on the Hugging Face hub{nearest(name, SHAPES)}"
+        )
 
 
 def _given(config: PretrainedConfig, name: str) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class Pool:
         self.submitted = 0
         gpus = torch.cuda.device_count()
         self.devices = [
-            f"cuda:{i % gpus}" if gpus else "cpu" for i in range(processes or gpus or _cores())
+            f"cuda:{i % gpus}" if gpus else "cpu" for i in range(processes or usual_processes())
         ]
         self.processes = [Process.start(self.memory) for _ in self.devices]
 
@@ -442,6 +442,11 @@ class Pool:
         job.losses, job.failure, process.job = losses, failure, None
         if job.what == "evaluate":
             self.free.append(job.arguments[0])
+
+
+def usual_processes() -> int:
+    """How many processes a pool has: one for each GPU or, without any, for each core."""
+    return torch.cuda.device_count() or _cores()
 
 
 def _cores() -> int:

@@ -47,7 +47,7 @@ def changing(task: Task, device: torch.device) -> frozenset[str]:
             batch = first_part(task, batch_of(task, shard, 0))
         with blaming("task.loss"):
             loss_of(task, module, batch, device)
-    names = _of_norms(module)
+    names = of_norms(module)
     for name, tensor in beside(module).items():
         moved = name in values and not torch.equal(_bits(tensor), values[name])
         if moved or written.has(name, tensor):
@@ -74,7 +74,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def _of_norms(module: nn.Module) -> set[str]:
+def of_norms(module: nn.Module) -> set[str]:
     """Running statistics of BatchNorm and its like, which torch writes to without counting it; in
     the first batch they may stay as they are.
     """

@@ -298,7 +298,8 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
             tied=config.tied,
         )
 
-    size = sum(parameter.numel() for parameter in model().parameters())
+    with torch.device("meta"):  # it may be large
+        size = sum(parameter.numel() for parameter in model().parameters())
     regions = (
         "iid" if config.dirichlet is None else f"regions differ (Dirichlet {config.dirichlet})"
     )
@@ -322,6 +323,7 @@ def _gpt_task(config: GptTask, corpus: Corpus, unit: str) -> Task:
 
 
 def _causal_lm_task(config: CausalLmTask) -> Task:
+    causal_lm.check_name(config.model)  # before its tokenizer is looked for, perhaps on the hub
     published = config.model in SHAPES
     named = config.tokenizer or ("bytes" if published else config.model)
     tokenizer = load_tokenizer(named, config.end_of_text)
