@@ -36,7 +36,6 @@ from archipel.actor import (
     World,
 )
 from archipel.errors import TrainingError, UserError
-from archipel.live.all_reduce import SMALLEST
 from archipel.live.compute import JobFailed
 from archipel.live.host import Host
 from archipel.live.mail import Envelope, Inbox, contents
@@ -47,6 +46,7 @@ from archipel.run import wire
 from archipel.run.codec import CODECS, Codec
 from archipel.run.metrics import Recorder
 from archipel.run.screening import ScreeningConfig
+from archipel.sim.routes import SMALLEST
 from archipel.train.configs import NoTask, TaskConfig, UserTask
 from archipel.train.data import Shard
 from archipel.train.inner_steps import Solo

@@ -30,6 +30,7 @@ from archipel.live.protocol import HostSetup, Membership, News
 from archipel.live.reach import Beat, CutOff, Hail
 from archipel.live.restarts import Restarts
 from archipel.recipe import Recipe, parse_recipe
+from archipel.sim import routes
 from archipel.sim.topology import parse_topology
 from archipel.simulation import make_simulator
 from archipel.train.configs import NoTask
@@ -42,6 +43,15 @@ TOPOLOGY = parse_topology(
     {"regions": {"east": [1.0, 1.0], "west": [1.0, 0.5]}, "default": {"bandwidth_gbit_s": 1.0}}
 )
 WORKERS = [worker.id for worker in TOPOLOGY.workers]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sums_go_both_ways() -> Iterator[None]:
+    """As those of vectors that are much larger do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "SMALLEST", 1024)
+        patch.setattr(routes, "BOTH_WAYS", 2)
+        yield
 
 
 @dataclass

@@ -18,6 +18,7 @@ from pydantic.json_schema import models_json_schema
 from archipel import methods
 from archipel.recipe import DEFAULT_TASK, KEYS, SECTIONS
 from archipel.run.codec import CODECS
+from archipel.sections import TrackConfig
 from archipel.sim.topology import MEASURED, PRESETS, PROFILES, Profile, Topology
 from archipel.train.configs import CONFIGS
 
@@ -37,6 +38,7 @@ def recipe_schema() -> Schema:
         *SECTIONS.values(),
         Topology,
         Profile,
+        TrackConfig,
     ]
     found, shared = models_json_schema([(model, "validation") for model in models])
     of = {model: found[model, "validation"] for model in models}
@@ -62,6 +64,9 @@ def recipe_schema() -> Schema:
         "wire": {"anyOf": [_one_of(CODECS), _object({"name": _one_of(CODECS)}, ["name"])]},
         "label": {"type": ["string", "number"], "description": "the name that reports show"},
     }
+    tracker = [{"type": "string"}, of[TrackConfig]]
+    several = {"type": "array", "items": {"anyOf": tracker}}
+    properties["track"] = {"anyOf": [{"type": "null"}, *tracker, several]}
     properties["faults"] = {"anyOf": [{"type": "null"}, properties["faults"]]}
     properties["bad_updates"] = {"anyOf": [{"enum": [None, False]}, properties["bad_updates"]]}
     return {

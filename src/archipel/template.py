@@ -18,6 +18,7 @@ from archipel import methods
 from archipel.errors import UserError
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TASK, DEFAULT_TOPOLOGY, SECTIONS
 from archipel.run.codec import CODECS
+from archipel.sections import TRACKERS
 from archipel.sim.topology import MEASURED, PRESETS, Profile, Topology, load_topology
 from archipel.train.configs import CONFIGS, task_config
 from archipel.yamlfile import inline
@@ -95,6 +96,13 @@ def template(
             *_settings(task_kind, first=FIRST),
         ],
         [_line("wire", CODECS[0], f"how vectors travel; or {', '.join(CODECS[1:])}")],
+        [
+            _line(
+                "# track",
+                TRACKERS[0],
+                f"who is told of the figures; or {TRACKERS[1]}, file.py:make",
+            )
+        ],
         [_line("# label", label, "what reports call the run")],
     ]
     for place, section in SECTIONS.items():

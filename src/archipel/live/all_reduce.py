@@ -4,12 +4,14 @@ What belongs here: who sends which part of a sum to whom, and how those who are 
 What does not: who carries the messages (`host.py`), which nodes take part, and what they do with
 the mean (`collective.py`).
 
-The first of a group *leads*. It cuts its vector into chunks and sends them up a chain of all
-members; each adds its own; the last one divides, and the means travel back down. Chunks follow each
-other, so that both directions of all links are busy, and a link between two regions carries the
-vector once each way. (A ring carries it up to twice, one way.) All members know the same chain from
-their group alone, see `sim/routes.py`. Where it has the order of the group, every node gets the
-bits of `outer.mean`.
+The first of a group *leads*. All members know the same chain of them, which the leader begins,
+from their group alone, see `sim/routes.py`. Vectors are cut into chunks, which follow each other.
+The leader sends the first sums up the chain; each member adds its own; the last one divides, and
+the means travel back down. Of a large vector every second chunk goes the other way: its sum begins
+at the last of the chain, and the leader divides. So both directions of all links are busy from the
+start, and a link between two regions carries the vector once each way. (A ring carries it up to
+twice, one way.) A chunk that goes up, in a chain that has the order of the group, gets the bits of
+`outer.mean`.
 
 Where sums travel in fewer bits (`run/wire.py`), each member rounds what it passes on, and keeps
 what that leaves over for its next mean. An attempt that comes to nothing leaves nothing over.
@@ -33,10 +35,10 @@ the two is lost. If they follow each other in the chain, then, when they reach e
 
 - Whoever waits asks the leader to begin again, unless it has done so already: parts of a sum may
   be lost.
-- The lower one asks the upper one for the whole mean: parts of it may be lost.
+- Each asks the other for the whole mean: parts of it may be lost.
 
-Whoever has its mean and not from the one above, or sees that the leader begins again, gives it to
-the one below. So if the last of the chain has a mean, all get it.
+Whoever has its mean and sees that the leader begins again gives it to those before and behind it in
+the chain. So does whoever has got its mean in this way. So if anybody has a mean, all get it.
 """
 
 from __future__ import annotations
@@ -50,13 +52,9 @@ from torch import Tensor
 
 from archipel.actor import Group, Message, NodeId, Reduced, Vector
 from archipel.errors import TrainingError
-from archipel.run.codec import BLOCK, Coded, decoded, encode
-from archipel.run.wire import BYTES_PER_ENTRY, Coder
-from archipel.sim.routes import CHUNKS, SMALLEST_BYTES
-
-SMALLEST = SMALLEST_BYTES // BYTES_PER_ENTRY
-"""Entries of the smallest part of a vector that travels in one message."""
-
+from archipel.run.codec import Coded, decoded, encode
+from archipel.run.wire import Coder
+from archipel.sim import routes
 
 Attempt = tuple[int, int]
 """How many losses its leader knew of, and how often it had begun again with those."""
@@ -64,9 +62,20 @@ NONE: Attempt = (-1, 0)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Begin(Message):
+    """Up the chain, before the first sum of an attempt: its last member is to begin those sums that
+    go down.
+    """
+
+    group: Group
+    round: int
+    attempt: Attempt
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Sum(Message):
-    """Up the group: the sum of one chunk over all members before the receiver, without the vectors
-    of those in `refused`.
+    """Along the chain, up or down: the sum of one chunk over all members before the receiver,
+    without the vectors of those in `refused`.
     """
 
     group: Group
@@ -79,7 +88,9 @@ class Sum(Message):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Mean(Message):
-    """Down the group: the mean of one chunk. `settled`: the sender has all chunks of the mean."""
+    """The way back of a sum: the mean of one chunk. `settled`: the sender has all chunks of the
+    mean.
+    """
 
     group: Group
     round: int
@@ -106,13 +117,13 @@ class Again(Message):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class MeanFromAbove(Message):
-    """To the next one up the group, after a cut: something of the mean may be lost."""
+class NeighboursMean(Message):
+    """To the next one up or down the chain, after a cut: something of the mean may be lost."""
 
     round: int
 
 
-AllReduceMessage = Sum | Mean | MeanQuery | Again | MeanFromAbove
+AllReduceMessage = Begin | Sum | Mean | MeanQuery | Again | NeighboursMean
 
 
 @dataclass
@@ -130,9 +141,9 @@ class Waiting:
         means: chunks of the mean that have come, by attempt and number.
         left: what rounding leaves over at this node of each chunk, by attempt and number.
         asking: members that have asked for this mean and have had no answer.
-        given: somebody else than the next one up has sent some of the mean.
+        givers: who has sent some of a mean that they had already.
         again: something of this attempt may be lost; NONE: nothing is.
-        below: who has asked for the whole mean since the latest attempt began.
+        neighbours: who has asked for the whole mean since the latest attempt began.
     """
 
     group: Group
@@ -145,9 +156,9 @@ class Waiting:
     means: dict[Attempt, dict[int, Vector | Coded]] = field(default_factory=dict)
     left: dict[Attempt, dict[int, Tensor]] = field(default_factory=dict)
     asking: dict[NodeId, None] = field(default_factory=dict)
-    given: bool = False
+    givers: set[NodeId] = field(default_factory=set)
     again: Attempt = NONE
-    below: NodeId | None = None
+    neighbours: tuple[NodeId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,8 +192,8 @@ class AllReduces:
         losses: how often any node has been lost in this run.
         gone: nodes that are lost now.
         waiting: the all-reduces that this node waits for, by round.
-        early: sums that have come before this node has called for the mean that they are of, or has
-            been told of all losses that their leader knows of.
+        early: beginnings and sums that have come before this node has called for the mean that they
+            are of, or has been told of all losses that their leader knows of.
         held: messages for nodes that are lost as far as this node knows; the leader may know
             already that they are there again.
         outcome: of the last all-reduce that has ended; None before.
@@ -196,7 +207,7 @@ class AllReduces:
     losses: int = 0
     gone: set[NodeId] = field(default_factory=set)
     waiting: dict[int, Waiting] = field(default_factory=dict)
-    early: list[Sum] = field(default_factory=list)
+    early: list[Begin | Sum] = field(default_factory=list)
     held: dict[NodeId, list[Message]] = field(default_factory=dict)
     outcome: LastMean | None = None
 
@@ -230,8 +241,7 @@ class AllReduces:
             before.group, before.since_s = members, since_s
         else:
             leads = False
-            size = max(SMALLEST, -(-len(vector) // CHUNKS))
-            chunks = torch.split(vector, size + -size % min(SMALLEST, BLOCK))  # whole blocks
+            chunks = torch.split(vector, routes.chunk_size(len(vector)))
             self.waiting[round] = Waiting(members, chunks, refused, difference, since_s)
         if members[0] == self.me and not leads:
             self._begin(round, self.waiting[round])
@@ -239,18 +249,20 @@ class AllReduces:
 
     def receive(self, message: AllReduceMessage, sender: NodeId) -> None:
         match message:
-            case Sum():
-                self._add(message)
+            case Begin() | Sum():
+                self._join(message)
             case Mean(round=round) if call := self.waiting.get(round):
+                if message.settled:
+                    call.givers.add(sender)
                 self._take(call, message)
             case MeanQuery(round=round) if self.outcome and self.outcome.round == round:
                 self._settle(self.outcome, (sender,))
             case MeanQuery(round=round) if call := self.waiting.get(round):
                 call.asking[sender] = None
-            case MeanFromAbove(round=round) if self.outcome and self.outcome.round == round:
+            case NeighboursMean(round=round) if self.outcome and self.outcome.round == round:
                 self._settle(self.outcome, (sender,))
-            case MeanFromAbove(round=round) if call := self.waiting.get(round):
-                call.below = sender
+            case NeighboursMean(round=round) if call := self.waiting.get(round):
+                call.neighbours = (*call.neighbours, sender)
             case Again(round=round, attempt=attempt) if call := self.waiting.get(round):
                 if call.group[0] == self.me and NONE < call.attempt <= attempt:
                     self._begin(round, call)
@@ -279,11 +291,9 @@ class AllReduces:
         for round, call in list(self.waiting.items()):
             leader = call.group[0]
             groups = [self.chain(group) for group in (call.group, call.latest) if group]
-            above = any(_follows(group, node, self.me) for group in groups)
-            if above or any(_follows(group, self.me, node) for group in groups):
+            if any(_are_neighbours(group, node, self.me) for group in groups):
                 call.again = call.attempt
-            if above:
-                self._send(node, MeanFromAbove(round))
+                self._send(node, NeighboursMean(round))
             if call.again > NONE:
                 if leader == self.me:
                     self._begin(round, call)
@@ -304,23 +314,42 @@ class AllReduces:
             )
         return None
 
-    # Up
+    # Sums
 
     def _begin(self, round: int, call: Waiting) -> None:
+        """The leader begins an attempt."""
         losses, times = call.attempt
-        call.attempt = self.losses, times + 1 if losses == self.losses else 0
-        call.latest, call.means, call.again, call.below = call.group, {}, NONE, None
+        attempt = self.losses, times + 1 if losses == self.losses else 0
+        begin = Begin(call.group, round, attempt)
+        self._take_part(call, begin)
+        self._pass_beginning_up(call, begin)  # first, for it is small
+        self._begin_sums(call, begin, down=False)
+
+    def _pass_beginning_up(self, call: Waiting, message: Begin) -> None:
+        chain = self.chain(message.group)
+        if chain[-1] == self.me:
+            self._begin_sums(call, message, down=True)
+        elif any(self._goes_down(call, number) for number in range(len(call.mine))):
+            self._send(chain[chain.index(self.me) + 1], message)
+
+    def _begin_sums(self, call: Waiting, message: Begin, *, down: bool) -> None:
+        """Begin the sums of those chunks that go up, or down."""
         for number, mine in enumerate(call.mine):
-            first = torch.zeros_like(mine) if call.refused else mine
-            begun = Sum(call.group, round, call.attempt, number, first, ())
-            self._pass_up(call, begun, leads=True)
+            if self._goes_down(call, number) == down:
+                first = torch.zeros_like(mine) if call.refused else mine
+                begun = Sum(message.group, message.round, message.attempt, number, first, ())
+                self._pass_on(call, begun, begins=True)
+
+    def _goes_down(self, call: Waiting, number: int) -> bool:
+        return routes.goes_down(number, len(call.mine))
 
     def _try_early(self) -> None:
         early, self.early = self.early, []
         for message in early:
-            self._add(message)
+            self._join(message)
 
-    def _add(self, message: Sum) -> None:
+    def _join(self, message: Begin | Sum) -> None:
+        """Take part in an attempt, or do what is right instead."""
         outcome, call = self.outcome, self.waiting.get(message.round)
         if message.attempt[0] > self.losses:
             # Its leader knows of a loss that I have not been told of. If I passed it on now, it
@@ -334,35 +363,47 @@ class AllReduces:
         ):
             self.outcome = replace(outcome, answered=message.attempt)  # once an attempt
             if message.attempt[0] == outcome.answered[0]:
-                self._give_down(outcome)
+                self._settle(outcome, self._neighbours(outcome.group))
             else:
                 self._settle(outcome, tuple(node for node in message.group if node != self.me))
         elif call is None or message.group[0] != call.group[0]:
             self.early.append(message)
         elif message.attempt >= call.attempt:
             if message.attempt > call.attempt:
-                call.attempt, call.latest, call.means = message.attempt, message.group, {}
-                call.again, call.below = NONE, None
-            self._pass_up(call, message)
+                self._take_part(call, message)
+            if isinstance(message, Begin):
+                self._pass_beginning_up(call, message)
+            else:
+                self._pass_on(call, message)
 
-    def _pass_up(self, call: Waiting, message: Sum, *, leads: bool = False) -> None:
+    @staticmethod
+    def _take_part(call: Waiting, message: Begin | Sum) -> None:
+        """This node takes part in a later attempt than before."""
+        call.attempt, call.latest, call.means = message.attempt, message.group, {}
+        call.again, call.neighbours = NONE, ()
+
+    def _pass_on(self, call: Waiting, message: Sum, *, begins: bool = False) -> None:
         """Put this node's part into a sum and send it on; the last one divides, and sends the mean
-        back. Who leads begins: there is nothing in `message` to add to.
+        back. Who begins has nothing in `message` to add to.
         """
-        group, chain, chunk = message.group, self.chain(message.group), message.chunk
+        group, line, chunk = message.group, self._line(message, call), message.chunk
         refused = (*message.refused, self.me) if call.refused else message.refused
-        if chain[-1] != self.me:
-            total = self._add_mine(call, message, leads=leads)
-            behind = chain[chain.index(self.me) + 1]
-            self._send(behind, replace(message, total=total, refused=refused))
+        if line[-1] != self.me:
+            total = self._add_mine(call, message, begins=begins)
+            following = line[line.index(self.me) + 1]
+            self._send(following, replace(message, total=total, refused=refused))
         else:
             refused = tuple(node for node in group if node in refused)
             given = max(1, len(group) - len(refused))
-            mean = self._add_mine(call, message, given, leads=leads)
+            mean = self._add_mine(call, message, given, begins=begins)
             self._take(call, Mean(group, message.round, message.attempt, chunk, mean, refused))
 
+    def _line(self, message: Sum | Mean, call: Waiting) -> Group:
+        """The members in the order in which a chunk's sum passes them."""
+        return routes.line(self.chain(message.group), message.chunk, len(call.mine))
+
     def _add_mine(
-        self, call: Waiting, message: Sum, given: int | None = None, *, leads: bool
+        self, call: Waiting, message: Sum, given: int | None = None, *, begins: bool
     ) -> Vector | Coded:
         """A sum with this node's part in it; `given`: the mean that it is, of so many vectors."""
         chunk, coder = message.chunk, self.coder
@@ -370,15 +411,15 @@ class AllReduces:
         if not coder.codes_sums(message.group, difference=call.difference):
             total = decoded(message.total)
             if mine is not None:
-                total = mine if leads else total + mine
+                total = mine if begins else total + mine
             return total / given if given else total
         start, numel = chunk * len(call.mine[0]), sum(map(len, call.mine))
         count = max(0, min(coder.parameters - start, len(call.mine[chunk])))
         if mine is None and not given:  # it passes on what has come
-            return encode(decoded(message.total), coder.wire, count) if leads else message.total
+            return encode(decoded(message.total), coder.wire, count) if begins else message.total
         left = coder.left_of_sums(numel)
         coded, over = coder.pass_on(
-            None if leads else message.total,
+            None if begins else message.total,
             mine,
             None if left is None else left[start : start + count],
             count,
@@ -388,17 +429,15 @@ class AllReduces:
             call.left.setdefault(message.attempt, {})[chunk] = over
         return coded
 
-    # Down
+    # Means
 
     def _take(self, call: Waiting, message: Mean) -> None:
-        if message.settled:
-            call.given = True
-        else:
+        if not message.settled:
             if message.attempt != call.attempt:
                 return
-            chain = self.chain(message.group)
-            if place := chain.index(self.me):
-                self._send(chain[place - 1], message)
+            line = self._line(message, call)
+            if place := line.index(self.me):
+                self._send(line[place - 1], message)
         means = call.means.setdefault(message.attempt, {})
         means[message.chunk] = message.mean
         if len(means) == len(call.mine):
@@ -408,9 +447,10 @@ class AllReduces:
                 for other in self.early
                 if other.round != message.round or other.attempt >= message.attempt
             ]
-            left = call.left.get(message.attempt, {})
-            if len(left) == len(call.mine):
-                self.coder.keep(torch.cat([left[number] for number in range(len(left))]))
+            over = call.left.get(message.attempt, {})
+            left = [over.get(number) for number in range(len(call.mine))]
+            numel = sum(map(len, call.mine))
+            self.coder.keep(self.coder.left_of_parts(numel, len(call.mine[0]), left))
             chunks = tuple(means[number] for number in range(len(call.mine)))
             self.outcome = LastMean(
                 message.group,
@@ -420,11 +460,10 @@ class AllReduces:
                 message.refused,
                 answered=message.attempt,
             )
-            self._settle(self.outcome, tuple(call.asking))
-            if call.given:
-                self._give_down(self.outcome)
-            elif call.below is not None:
-                self._settle(self.outcome, (call.below,))
+            asked = {*call.asking, *call.neighbours}
+            if call.givers:
+                asked |= {*self._neighbours(message.group)} - call.givers
+            self._settle(self.outcome, tuple(sorted(asked)))
             self.finish(
                 Reduced(
                     torch.cat([decoded(chunk) for chunk in chunks]),
@@ -435,12 +474,15 @@ class AllReduces:
                 call.since_s,
             )
 
-    def _give_down(self, outcome: LastMean) -> None:
-        """Give the mean to the next one below, if there is one."""
-        if self.me in outcome.group:
-            chain = self.chain(outcome.group)
-            below = [node for node in chain[: chain.index(self.me)] if node not in self.gone]
-            self._settle(outcome, tuple(below[-1:]))
+    def _neighbours(self, group: Group) -> Group:
+        """The nearest members before and behind this node in the chain that are not lost."""
+        if self.me not in group:
+            return ()
+        chain = self.chain(group)
+        place = chain.index(self.me)
+        before = [node for node in chain[:place] if node not in self.gone]
+        behind = [node for node in chain[place + 1 :] if node not in self.gone]
+        return (*before[-1:], *behind[:1])
 
     def _settle(self, outcome: LastMean, others: Group) -> None:
         """Give others the mean that this node has got."""
@@ -466,6 +508,6 @@ class AllReduces:
             self.send(to, message)
 
 
-def _follows(chain: Group, a: NodeId, b: NodeId) -> bool:
-    """Whether `a` is the next one up from `b` in a chain."""
-    return any(pair == (b, a) for pair in itertools.pairwise(chain))
+def _are_neighbours(chain: Group, a: NodeId, b: NodeId) -> bool:
+    """Whether one of them follows the other in a chain."""
+    return any(pair in ((a, b), (b, a)) for pair in itertools.pairwise(chain))

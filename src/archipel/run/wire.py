@@ -218,6 +218,23 @@ class Coder:
         left = self.left.get(IN_COLLECTIVES)
         return left if left is not None and len(left) == min(self.parameters, numel) else None
 
+    def left_of_parts(self, numel: int, size: int, parts: Sequence[Vector | None]) -> Vector | None:
+        """What is left of a mean that went part by part, each but the last of `size` entries; None:
+        of no part anything new.
+
+        Args:
+            parts: what is left of each; None: as much as before, for this node has passed on what
+                had come.
+        """
+        if all(part is None for part in parts):
+            return None
+        before = self.left_of_sums(numel)
+        whole = torch.zeros(min(self.parameters, numel)) if before is None else before.clone()
+        for number, part in enumerate(parts):
+            if part is not None:
+                whole[number * size : number * size + len(part)] = part
+        return whole
+
     def keep(self, left: Vector | None) -> None:
         """A mean has come that this node had a part in; this is left of it."""
         if left is not None:

@@ -6,7 +6,7 @@ what a collective costs (`network.py`), when it ends (`verbs.py`), and who is lo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +16,7 @@ from archipel.actor import Group, NodeId, Reduced, Vector
 from archipel.errors import TrainingError
 from archipel.run.codec import Coded
 from archipel.run.wire import Coder
+from archipel.sim import routes
 
 
 @dataclass(eq=False, slots=True)  # frozen ones are three times as slow to make
@@ -180,6 +181,9 @@ def reduced(complete: Complete, coders: Sequence[Coder], chain: Group | None = N
         coders: of its members, in their order; nothing is kept there yet.
         chain: its members in the order in which they pass on sums that are rounded at each hop;
             None: as they are.
+
+    Of a large vector every second part is summed the other way, as in live runs; see
+    `routes.goes_down`.
     """
     group, calls = complete.group, complete.calls
     refused = tuple(node for node, call in zip(group, calls, strict=True) if call.refused)
@@ -193,24 +197,58 @@ def reduced(complete: Complete, coders: Sequence[Coder], chain: Group | None = N
         mean = _chain([parts[node] for node in chain or group], len(given))
     else:
         mean = outer.mean(given)
+        for part, down in _parts(len(mean)) if len(given) > 2 else ():
+            if down:
+                mean[part] = outer.mean([vector[part] for vector in reversed(given)])
     return Reduced(mean, group, calls[0].round, refused)
 
 
-def _chain(parts: Sequence[tuple[Contribution, Coder]], given: int) -> Vector:
+def _parts(numel: int) -> Iterator[tuple[slice, bool]]:
+    """The parts of a vector that are summed one by one, and whether their sums go down the
+    chain.
+    """
+    size = routes.chunk_size(numel)
+    chunks = max(1, -(-numel // size))
+    for number in range(chunks):
+        yield slice(number * size, (number + 1) * size), routes.goes_down(number, chunks)
+
+
+def _chain(members: Sequence[tuple[Contribution, Coder]], given: int) -> Vector:
     """The mean of those vectors that are not refused, rounded at each hop as it is where members
     pass it on to each other (`live/all_reduce.py`).
     """
+    numel = len(members[0][0].vector)
+    passed = [
+        _pass_along(members[::-1] if down else members, given, part) for part, down in _parts(numel)
+    ]
+    for call, coder in members:
+        left = [kept.get(call) for _, kept in passed]
+        call.left = coder.left_of_parts(numel, routes.chunk_size(numel), left)
+    return torch.cat([mean for mean, _ in passed])
+
+
+def _pass_along(
+    members: Sequence[tuple[Contribution, Coder]], given: int, part: slice
+) -> tuple[Vector, dict[Contribution, Vector]]:
+    """A part of the mean of the members' vectors, summed in their order, and what each of them
+    keeps of it.
+    """
     total: Coded | None = None
-    last = len(parts) - 1
-    for place, (call, coder) in enumerate(parts):
-        if call.refused and place < last:
+    kept: dict[Contribution, Vector] = {}
+    for place, (call, coder) in enumerate(members):
+        last = place == len(members) - 1
+        if call.refused and not last:
             continue  # it passes on what has come
-        total, call.left = coder.pass_on(
+        mine, before = call.vector[part], coder.left_of_sums(len(call.vector))
+        count = max(0, min(coder.parameters - part.start, len(mine)))
+        total, over = coder.pass_on(
             total,
-            None if call.refused else call.vector,
-            coder.left_of_sums(len(call.vector)),
-            min(coder.parameters, len(call.vector)),
-            given if place == last else 1,
+            None if call.refused else mine,
+            None if before is None else before[part.start : part.start + count],
+            count,
+            given if last else 1,
         )
+        if over is not None:
+            kept[call] = over
     assert total is not None
-    return total.decode()
+    return total.decode(), kept
