@@ -2,6 +2,7 @@
 
 __version__ = "0.1.0"
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from archipel.actor import Actor, Context, Message, MethodConfig, NodeId, World
@@ -11,6 +12,7 @@ from archipel.train.task import Schedule, Task, adamw
 
 if TYPE_CHECKING:  # a method or a task does not wait for what draws reports
     from archipel.experiment import Comparison, compare, launch, resume, simulate
+    from archipel.grid import Sweep, sweep
     from archipel.report import Result
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Result",
     "Schedule",
     "Shard",
+    "Sweep",
     "Task",
     "TrainingError",
     "UserError",
@@ -35,10 +38,15 @@ __all__ = [
     "launch",
     "resume",
     "simulate",
+    "sweep",
 ]
 
 
-_LATER = {"Comparison", "Result", "compare", "launch", "resume", "simulate"}
+_LATER = {
+    "experiment": {"Comparison", "Result", "compare", "launch", "resume", "simulate"},
+    "grid": {"Sweep", "sweep"},
+}
+"""What makes runs, by the file that it is in."""
 
 
 def __dir__() -> list[str]:
@@ -47,8 +55,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """What makes runs, imported when it is first asked for."""
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from archipel import experiment
-
-    return getattr(experiment, name)
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"archipel.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

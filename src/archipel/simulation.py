@@ -2,7 +2,7 @@
 
 What belongs here: putting a simulator together, when it is saved, and how it goes on from a
 checkpoint. What does not: what the simulator does (`sim/`), what a run directory looks like
-(`rundir.py`), several runs (`experiment.py`).
+(`rundir.py`), several runs (`series.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from archipel.recipe import Recipe
 from archipel.run.census import Plan
 from archipel.run.invariants import Ledger
 from archipel.run.metrics import Recorder
-from archipel.rundir import CHECKPOINTS, INTERRUPTED, Ended
+from archipel.rundir import CHECKPOINTS, DIVERGED, INTERRUPTED, Ended
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.schedule import make_faults
@@ -117,6 +117,7 @@ def simulate(
     *,
     every: Every | None = None,
     resume: bool = False,
+    keep_diverged: bool = False,
 ) -> dict[str, Any]:
     """Run `recipe` on the virtual clock in the run directory `directory`; its summary, which is
     also the last file written there.
@@ -130,6 +131,8 @@ def simulate(
 
     Args:
         resume: go on from the newest sound checkpoint in `directory`, if there are any.
+        keep_diverged: a loss that is not finite ends the run with a warning, and the directory
+            holds what happened until then, without weights.
 
     Raises:
         UserError: the recipe cannot run: an unreachable node, a loss that is not finite. None of
@@ -185,6 +188,15 @@ def simulate(
             )
             raise
         except Exception as error:
+            if isinstance(error, Diverged) and keep_diverged:
+                warnings.warn(f"{directory.name}: {error}", stacklevel=2)
+                return rundir.leave(
+                    directory,
+                    recipe,
+                    ended(recipe, simulator, pool),
+                    DIVERGED,
+                    time.perf_counter() - started,
+                )
             if isinstance(error, UserError) or not checkpoint.checkpoints(directory / CHECKPOINTS):
                 shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, UserError):

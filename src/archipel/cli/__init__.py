@@ -31,6 +31,7 @@ theory = typer.Typer(
 )
 topology = typer.Typer(help="What a network is like.", no_args_is_help=True, rich_markup_mode=None)
 app.command()(runs.compare)
+app.command()(runs.sweep)
 app.command()(runs.run)
 app.command()(runs.resume)
 app.command()(runs.launch)
