@@ -236,6 +236,8 @@ def _name(key: str, keys: Mapping[str, Any]) -> str:
 
 def _check_key(key: Key, recipe: Mapping[str, Any]) -> None:
     """Raise a `UserError` if a key or one of its values cannot be one, or is given twice."""
+    if key.key.partition(".")[0] in ("live", "label"):
+        raise UserError(f"grid: {key.key}: nothing that a simulation does depends on it")
     if key.key == "run.seed":
         raise UserError("grid: run.seed: seeds are no setting; say how many, as in `seeds: 3`")
     if key.key in recipe:

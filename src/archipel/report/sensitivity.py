@@ -38,6 +38,8 @@ Values = Mapping[str, Value]
 _LINES_SHOWN = 8
 """With more lines than this a heat map reads better."""
 _DECADE = 10.0
+_HEIGHT = 4.0
+"""An axis goes no higher above the lowest number than so many times the median does."""
 
 
 def text_of(value: Value) -> str:
@@ -173,7 +175,7 @@ def _one(
                     f"of {len(found)} settings."
                 )
         _series(axes, key, points, LOOKS[0][0])
-        _finish(axes, key, quantity)
+        said += _finish(axes, key, quantity, points)
         if not all(points):
             said.append(f" ×: {quantity.missing}.")
     average = ""
@@ -210,7 +212,7 @@ def _two(
             for line, points, colour in zip(other.shown, grid, _colours(other), strict=True):
                 label = drawable(f"{other.name} {text_of(line)}")
                 _series(axes, key, points, colour, label)
-            _finish(axes, key, quantity)
+            said += _finish(axes, key, quantity, [point for points in grid for point in points])
         else:
             _heat_map(axes, key, other, grid, quantity)
         if not all(point for points in grid for point in points):
@@ -219,9 +221,9 @@ def _two(
     caption = f"{about.capitalize()} against {key.name}, for each {other.name}."
     if lines:
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-        return figure, caption + _interval(seeds) + "".join(said)
+        return figure, caption + _interval(seeds) + "".join(dict.fromkeys(said))
     over = f" Means over {seeds} seeds." if seeds > 1 else " One seed."
-    return figure, caption + over + "".join(said)
+    return figure, caption + over + "".join(dict.fromkeys(said))
 
 
 def _interval(seeds: int) -> str:
@@ -275,18 +277,15 @@ def _series(
         axes.plot([place] * len(point), point, "o", color=colour, markersize=4, alpha=0.6)
     if not several:
         axes.plot(at, means, "o-" if label else "o", color=colour, linewidth=0.8, label=label)
-    axes.plot(
-        missing,
-        [0.97] * len(missing),
-        "x",
-        color=colour,
-        transform=axes.get_xaxis_transform(),
-        clip_on=False,
-    )
+    if missing:  # an empty line would count as one at the figure's left edge
+        heights = [0.97] * len(missing)
+        axes.plot(missing, heights, "x", color=colour, transform=axes.get_xaxis_transform())
 
 
-def _finish(axes: Axes, key: Key, quantity: _Quantity) -> None:
-    """Scales, ticks and names of a panel's axes."""
+def _finish(
+    axes: Axes, key: Key, quantity: _Quantity, points: Sequence[Sequence[float]]
+) -> list[str]:
+    """Scales, ticks and names of a panel's axes, and its height; what is to be said of it."""
     places = _places(key)
     if key.is_number and min(places) > 0 and max(places) > _DECADE * min(places):
         axes.set_xscale("log")
@@ -294,6 +293,14 @@ def _finish(axes: Axes, key: Key, quantity: _Quantity) -> None:
     _ticks(axes, "x", key, places)
     axes.set_ylabel(drawable(quantity.name))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: quantity.show(y)))
+    # The frame shows where the better half differs, though some setting is far off.
+    shown = np.array([number for point in points for number in point])
+    low, high = shown.min(), shown.max()
+    top = low + _HEIGHT * (np.median(shown) - low)
+    if not low < top < high:
+        return []
+    axes.set_ylim(low - 0.06 * (top - low), top)
+    return [" High values are cut off."]
 
 
 def _ticks(axes: Axes, which: str, key: Key, places: Sequence[float]) -> None:
