@@ -39,7 +39,7 @@ _LINES_SHOWN = 8
 """With more lines than this a heat map reads better."""
 _DECADE = 10.0
 _HEIGHT = 4.0
-"""An axis goes no higher above the lowest number than so many times the median does."""
+"""A panel of lines goes no higher above the lowest number than so many times the median does."""
 
 
 def text_of(value: Value) -> str:
@@ -175,7 +175,7 @@ def _one(
                     f"of {len(found)} settings."
                 )
         _series(axes, key, points, LOOKS[0][0])
-        said += _finish(axes, key, quantity, points)
+        _finish(axes, key, quantity)
         if not all(points):
             said.append(f" ×: {quantity.missing}.")
     average = ""
@@ -184,8 +184,7 @@ def _one(
             f" Each point is a mean over {len(cells) // len(key.values)} settings, those of "
             f"{' and '.join(others)}."
         )
-    about = " and ".join(quantity.name for quantity in quantities)
-    caption = f"{about.capitalize()} against {key.name}.{average}{_interval(seeds)}"
+    caption = f"{_names(quantities)} against {key.name}.{average}{_interval(seeds)}"
     return figure, caption + "".join(dict.fromkeys(said))
 
 
@@ -212,18 +211,25 @@ def _two(
             for line, points, colour in zip(other.shown, grid, _colours(other), strict=True):
                 label = drawable(f"{other.name} {text_of(line)}")
                 _series(axes, key, points, colour, label)
-            said += _finish(axes, key, quantity, [point for points in grid for point in points])
+            _finish(axes, key, quantity)
+            if _cut(axes, [point for points in grid for point in points]):
+                said.append(" High values are cut off.")
         else:
             _heat_map(axes, key, other, grid, quantity)
         if not all(point for points in grid for point in points):
             said.append(f" ×: {quantity.missing}.")
-    about = " and ".join(quantity.name for quantity in quantities)
-    caption = f"{about.capitalize()} against {key.name}, for each {other.name}."
+    caption = f"{_names(quantities)} against {key.name}, for each {other.name}."
     if lines:
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
         return figure, caption + _interval(seeds) + "".join(dict.fromkeys(said))
     over = f" Means over {seeds} seeds." if seeds > 1 else " One seed."
     return figure, caption + over + "".join(dict.fromkeys(said))
+
+
+def _names(quantities: Sequence[_Quantity]) -> str:
+    """`Final loss and time to loss 2.000`."""
+    names = " and ".join(quantity.name for quantity in quantities)
+    return names[0].upper() + names[1:]
 
 
 def _interval(seeds: int) -> str:
@@ -254,8 +260,8 @@ def _places(key: Key) -> list[float]:
 def _series(
     axes: Axes, key: Key, points: Sequence[Sequence[float]], colour: Any, label: str = ""
 ) -> None:
-    """Points of single seeds; with several, their means with bars, and a line. A cross at the upper
-    edge where there are none.
+    """Points of single seeds; with several, their means with bars, and a line, which is dotted
+    where values have no order. A cross at the upper edge where there are none.
     """
     places = _places(key)
     known = [(at, point) for at, point in zip(places, points, strict=True) if point]
@@ -271,6 +277,7 @@ def _series(
             color=colour,
             capsize=3,
             linewidth=1.6,
+            linestyle="-" if key.is_number else ":",
             label=label,
         )
     for place, point in known:
@@ -282,10 +289,8 @@ def _series(
         axes.plot(missing, heights, "x", color=colour, transform=axes.get_xaxis_transform())
 
 
-def _finish(
-    axes: Axes, key: Key, quantity: _Quantity, points: Sequence[Sequence[float]]
-) -> list[str]:
-    """Scales, ticks and names of a panel's axes, and its height; what is to be said of it."""
+def _finish(axes: Axes, key: Key, quantity: _Quantity) -> None:
+    """Scales, ticks and names of a panel's axes."""
     places = _places(key)
     if key.is_number and min(places) > 0 and max(places) > _DECADE * min(places):
         axes.set_xscale("log")
@@ -293,14 +298,18 @@ def _finish(
     _ticks(axes, "x", key, places)
     axes.set_ylabel(drawable(quantity.name))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: quantity.show(y)))
-    # The frame shows where the better half differs, though some setting is far off.
+
+
+def _cut(axes: Axes, points: Sequence[Sequence[float]]) -> bool:
+    """Lower a panel, so that it shows where most lines differ though some setting is far off; tell
+    whether that was so.
+    """
     shown = np.array([number for point in points for number in point])
     low, high = shown.min(), shown.max()
     top = low + _HEIGHT * (np.median(shown) - low)
-    if not low < top < high:
-        return []
-    axes.set_ylim(low - 0.06 * (top - low), top)
-    return [" High values are cut off."]
+    if far_off := bool(low < top < high):
+        axes.set_ylim(low - 0.06 * (top - low), top)
+    return far_off
 
 
 def _ticks(axes: Axes, which: str, key: Key, places: Sequence[float]) -> None:
