@@ -366,7 +366,8 @@ def test_nodes_that_cannot_reach_each_other(
         ("{method: halos, topology: {regions: {a: [1]}, local: {bandwidth_gbit_s: 0}}}",
          "topology.local.bandwidth_gbit_s = 0: should be greater than 0"),
         ("{method: halos, label: ../elsewhere}",
-         "label = '../elsewhere': it names a folder; use letters, digits, '.', '_', '+' and '-'"),
+         "label = '../elsewhere': it names a folder; use letters, digits, '.', '_', '+', '=', ',' "
+         "and '-'"),
         ("{method: halos, run: {steps: ten}}", "run.steps = 'ten': should be a valid integer"),
     ],
 )  # fmt: skip

@@ -537,11 +537,12 @@ def test_a_key_given_twice_is_refused(written: Any) -> None:
         ),
         (
             halos(label="../a"),
-            "label = '../a': it names a folder; use letters, digits, '.', '_', '+' and '-'",
+            "label = '../a': it names a folder; use letters, digits, '.', '_', '+', '=', ',' and "
+            "'-'",
         ),
         (
             halos(label=""),
-            "label = '': it names a folder; use letters, digits, '.', '_', '+' and '-'",
+            "label = '': it names a folder; use letters, digits, '.', '_', '+', '=', ',' and '-'",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from archipel.train.task import Schedule, Task, adamw
 if TYPE_CHECKING:  # a method or a task does not wait for what draws reports
     from archipel.experiment import Comparison, compare, launch, resume, simulate
     from archipel.finished import Score, evaluate, generate
+    from archipel.grid import Sweep, sweep
     from archipel.report import Result
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Schedule",
     "Score",
     "Shard",
+    "Sweep",
     "Task",
     "TrainingError",
     "UserError",
@@ -40,6 +42,7 @@ __all__ = [
     "launch",
     "resume",
     "simulate",
+    "sweep",
 ]
 
 
@@ -47,6 +50,7 @@ _LATER = {
     **dict.fromkeys(
         ("Comparison", "Result", "compare", "launch", "resume", "simulate"), "archipel.experiment"
     ),
+    **dict.fromkeys(("Sweep", "sweep"), "archipel.grid"),
     **dict.fromkeys(("Score", "evaluate", "generate"), "archipel.finished"),
 }
 """Which module has what is imported when it is first asked for."""

@@ -27,6 +27,10 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, (Recipe, Mapping)) or _is_path(value),
         "a recipe's fields, or the path of a YAML file",
     ),
+    "source": (
+        lambda value: isinstance(value, Mapping) or _is_path(value),
+        "a sweep's keys, or the path of a YAML file",
+    ),
     "directory": (_is_path, "the path of a folder"),
     "methods": (  # one mapping alone would be taken for a list of its keys
         lambda value: isinstance(value, Iterable) and not isinstance(value, Mapping),
@@ -67,6 +71,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "the path of a folder, or None: a new one",
     ),
     "progress": (callable, "a function"),
+    "tell": (callable, "a function"),
     "live_progress": (callable, "a function"),
 }
 """What each argument may be, and how that is said."""

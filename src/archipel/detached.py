@@ -27,11 +27,12 @@ from ray.util import list_named_actors
 
 from archipel import experiment, rundir
 from archipel.errors import Interrupted, TrainingError, UserError, nearest
-from archipel.experiment import Comparison, LiveProgress, say_nothing
+from archipel.experiment import Comparison, LiveProgress
 from archipel.live.cluster import Machine, check_protected, head, on, session
 from archipel.live.health import Now
 from archipel.pyfile import whereabouts
 from archipel.recipe import Recipe, load_recipe
+from archipel.series import say_nothing
 from archipel.yamlfile import parse
 
 NAMESPACE = "archipel"

@@ -1,27 +1,25 @@
-"""Simulate, launch, compare and resume: what the command line, studies and Python programs call.
+"""Simulate, launch, compare and resume: what the command line and Python programs call.
 
-What belongs here: which recipes run, in which folder, with which pool, and what comes of them
-together. What does not: how one of them runs (`simulation.py`, `live/launch.py`), and anything
-that is printed (`terminal.py`).
+What belongs here: which recipes run, in which folder, and what comes of them together. What does
+not: how they follow each other (`series.py`) and how one of them runs (`simulation.py`,
+`live/launch.py`), a grid of them (`grid.py`), and anything that is printed (`terminal.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipel import report, rundir, simulation
+from archipel import report, rundir
 from archipel.arguments import check_arguments
 from archipel.assemble import check_has_loss, check_reachable, warn_of_divergence
 from archipel.checkpoint import noted_every, parse_every
 from archipel.errors import Diverged, Interrupted, TrainingError, UserError
 from archipel.memory import warn_of_memory
-from archipel.methods import blaming
 from archipel.pyfile import check_not_importing
 from archipel.recipe import (
     DEFAULT_PROFILE,
@@ -31,27 +29,19 @@ from archipel.recipe import (
     recipes_of,
 )
 from archipel.report import Result
+from archipel.series import Progress, say_nothing, simulate_all, simulate_each
 from archipel.yamlfile import read_mapping
 
 if TYPE_CHECKING:  # the live engine imports Ray, which takes a second
     from archipel.checkpoint import Every
     from archipel.live.health import Now
-    from archipel.train.pool import Pool
 
 DEFAULT_METHODS = "sync_sgd,diloco,diloco+dynamic_steps,async_local_sgd,noloco,halos"
 SAVE_LIVE_EVERY = "600s"
 """How often the nodes of a live run save their parts, unless something else is asked for."""
 
-Progress = Callable[[str, int, int, float], None]
-"""Told (a run's name, inner steps so far, inner steps planned, seconds on the virtual clock) as
-simulated runs go on.
-"""
 LiveProgress = Callable[[str, "Now"], None]
 """Told (a run's name, how it stands) about once a second as live runs go on."""
-
-
-def say_nothing(*_: object) -> None:
-    """The progress that nobody asked for."""
 
 
 @dataclass(frozen=True)
@@ -321,107 +311,12 @@ def resume(
         rest = {path: recipe for path, recipe in recipes.items() if path not in live}
         # The runs of one command were saved equally often, also those that have no save yet.
         noted = next(filter(None, (noted_every(path / rundir.CHECKPOINTS) for path in rest)), None)
-        diverged = _simulate_each(rest, directory, processes, every or noted, progress, resume=True)
+        diverged = simulate_each(
+            rest, directory, processes, every or noted, progress, going_on=rest
+        )
         results = [report.load(path) for path in report.find(directory)]
     target = next((recipe.run.target_loss for recipe in recipes.values()), None)
     return compared(results, directory, target, diverged)
-
-
-# Several recipes
-
-
-def simulate_all(
-    recipes: Iterable[Recipe],
-    out: Path,
-    processes: int | None = None,
-    *,
-    every: Every | None = None,
-    progress: Progress = say_nothing,
-) -> tuple[list[Result], list[str]]:
-    """Simulate recipes one after the other, each in a run directory in `out`: what they left, and a
-    line for each one that diverged, which left nothing.
-
-    Those that follow each other and share task, workers and stages share a pool.
-
-    Raises:
-        UserError, TrainingError, Interrupted: see `compare`.
-    """
-    directories = {out / rundir.name_of(recipe): recipe for recipe in recipes}
-    with rundir.claimed(out, [directory.name for directory in directories]):
-        diverged = _simulate_each(directories, out, processes, every, progress, resume=False)
-        finished = [path for path in directories if (path / "summary.json").is_file()]
-        return [report.load(path) for path in finished], diverged
-
-
-def _simulate_each(
-    recipes: Mapping[Path, Recipe],
-    out: Path,
-    processes: int | None,
-    every: Every | None,
-    progress: Progress,
-    *,
-    resume: bool,
-) -> list[str]:
-    """Simulate each recipe in its run directory; a line for each one that diverged."""
-    diverged: list[str] = []
-    for recipe in recipes.values():
-        simulation.check_every(every, recipe)
-    try:
-        for _, group in groupby(
-            recipes.items(), lambda item: (item[1].task, item[1].topology.workers, item[1].pipeline)
-        ):
-            same = dict(group)
-            for recipe in same.values():
-                warn_of_memory(recipe, processes)
-            with simulation.open_pool(next(iter(same.values())), processes) as pool:
-                same = same if resume else _begun(same, pool)
-                diverged += _simulate_with(pool, same, every, progress, resume=resume)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            f"`archipel resume {out}` goes on from here; `archipel report {out}` shows what "
-            "happened until then"
-        ) from None
-    return diverged
-
-
-def _begun(recipes: Mapping[Path, Recipe], pool: Pool | None) -> dict[Path, Recipe]:
-    """Make all run directories, so that those whose turn never comes can be resumed too. A profile
-    that is to be measured is measured once, so that all methods run on one clock.
-    """
-    measured = None
-    begun = {}
-    for directory, recipe in recipes.items():
-        if recipe.profile is None:
-            measured = measured or simulation.measure_profile(pool)
-            recipe = replace(recipe, profile=measured)
-        begun[directory] = recipe
-    for directory, recipe in begun.items():
-        rundir.start(directory, recipe)
-    return begun
-
-
-def _simulate_with(
-    pool: Pool | None,
-    recipes: Mapping[Path, Recipe],
-    every: Every | None,
-    progress: Progress,
-    *,
-    resume: bool,
-) -> list[str]:
-    diverged: list[str] = []
-    try:
-        for directory, recipe in recipes.items():
-            tell = partial(progress, directory.name)
-            try:
-                with blaming(recipe.method):
-                    simulation.simulate(recipe, pool, directory, tell, every=every, resume=resume)
-            except Diverged as error:  # one method's trouble is no reason to lose the others
-                diverged.append(f"{error} (seed {recipe.run.seed})")
-    except UserError:
-        if not resume:  # what cannot run as it is cannot be resumed
-            rundir.remove_unbegun(recipes)
-        raise
-    return diverged
 
 
 def compared(

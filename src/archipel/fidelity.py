@@ -15,6 +15,7 @@ from archipel.errors import UserError
 from archipel.recipe import Recipe
 from archipel.report import Result
 from archipel.run.wire import BYTES_PER_ENTRY
+from archipel.series import Progress, say_nothing
 from archipel.sim.topology import Profile, Topology
 from archipel.train.configs import NoTask
 
@@ -73,8 +74,8 @@ def measure(
     address: str | None = None,
     insecure: bool = False,
     out: Path | None = None,
-    progress: experiment.Progress = experiment.say_nothing,
-    live_progress: experiment.LiveProgress = experiment.say_nothing,
+    progress: Progress = say_nothing,
+    live_progress: experiment.LiveProgress = say_nothing,
 ) -> Fidelity:
     """Run a recipe live, simulate it on `topology`, and compare.
 

@@ -177,9 +177,10 @@ def parse_recipe(data: dict[str, Any]) -> Recipe:
         )
     method, config = _method(section(data["method"], "method"))
     label = str(data.get("label", Path(method).stem))
-    if not re.fullmatch(r"[\w.+-]+", label):
+    if not re.fullmatch(r"[\w.+=,-]+", label):
         raise UserError(
-            f"label = {label!r}: it names a folder; use letters, digits, '.', '_', '+' and '-'"
+            f"label = {label!r}: it names a folder; use letters, digits, '.', '_', '+', '=', ',' "
+            "and '-'"
         )
     topology = _topology(data.get("topology", DEFAULT_TOPOLOGY))
     pipeline = checked(

@@ -22,7 +22,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +62,8 @@ LEFT = {
 """What can be in a run directory."""
 INTERRUPTED = "interrupted"
 """What a summary says under `stopped` if Ctrl-C did it."""
+DIVERGED = "diverged"
+"""What it says there if a loss was not finite, of a run that leaves something all the same."""
 
 # Folders, and who may use them
 
@@ -88,9 +90,15 @@ def dated(command: str) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(out: Path, names: Sequence[str]) -> Iterator[None]:
+def claimed(
+    out: Path, names: Sequence[str], goes_on: Callable[[Path], bool] = lambda _: False
+) -> Iterator[None]:
     """Make the folder `out` and keep the run directories `names` in it from all other processes
     meanwhile; earlier runs of those names may be replaced. At the end `out` goes if it is empty.
+
+    Args:
+        goes_on: tells of a run directory whose run has not ended whether the caller goes on with
+            it.
 
     Raises:
         UserError: it cannot be made or written to; another process uses one of the names, or it is
@@ -106,7 +114,8 @@ def claimed(out: Path, names: Sequence[str]) -> Iterator[None]:
     try:
         with alone_in(*(out / name for name in names)):
             for name in names:
-                _check_free(out, out / name)
+                if not goes_on(out / name):
+                    _check_free(out, out / name)
             yield
     finally:
         with contextlib.suppress(OSError):
@@ -209,6 +218,28 @@ def is_finished(directory: Path) -> bool:
         return False
     except (ValueError, LookupError, TypeError):
         return True  # by some other hand: not ours to go on with
+
+
+def has_run(directory: Path, recipe: Recipe) -> bool:
+    """A simulated run of this very recipe has ended in a run directory."""
+    if is_finished(directory) and _is_of(directory, recipe):
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # by some other hand
+            return bool(json.loads((directory / "summary.json").read_text())["clock"] == "modelled")
+    return False
+
+
+def goes_on(directory: Path, recipe: Recipe) -> bool:
+    """A simulated run of this very recipe has not ended in a run directory, and its checkpoints are
+    there.
+    """
+    stopped = not is_finished(directory) and not is_live(directory)
+    return stopped and bool(checkpoints_of(directory)) and _is_of(directory, recipe)
+
+
+def _is_of(directory: Path, recipe: Recipe) -> bool:
+    """A run directory's recipe is this one, to the letter."""
+    path = directory / "recipe.yaml"
+    return path.is_file() and recipe_text(directory) == recipe.to_yaml()
 
 
 def unfinished(directory: Path) -> list[Path]:
@@ -354,7 +385,7 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "slow_link_bytes": round(recorder.slow_link_bytes),
         "taken_home_bytes": ended.taken_home_bytes,
         "idle_fraction": recorder.idle_fraction(workers, ended.time_s),
-        "final_loss": losses[-1] if losses else None,
+        "final_loss": losses[-1] if losses and stopped != DIVERGED else None,
         "best_loss": min(losses) if losses else None,
         "replica_loss": last and last.replica_loss,
         "replica_std": last and last.replica_std,
@@ -398,7 +429,7 @@ def leave(
         recorder.write_metrics(path)
     with _replacing(directory / "trace.json") as path:
         recorder.write_trace(path, ended.nodes, ended.time_s)
-    if ended.layout is not None:
+    if ended.layout is not None and stopped != DIVERGED:
         model = ended.layout.state_dict(outer.mean(ended.parts), ended.integers)
         weights = {
             # One memory for each name, as the format wants it; a tied tensor has several names.

@@ -2,7 +2,7 @@
 
 What belongs here: putting a simulator together, when it is saved, and how it goes on from a
 checkpoint. What does not: what the simulator does (`sim/`), what a run directory looks like
-(`rundir.py`), several runs (`experiment.py`).
+(`rundir.py`), several runs (`series.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from archipel.run.invariants import Ledger
 from archipel.run.journal import Journal
 from archipel.run.metrics import Recorder
 from archipel.run.observer import Observer
-from archipel.rundir import CHECKPOINTS, INTERRUPTED, Ended
+from archipel.rundir import CHECKPOINTS, DIVERGED, INTERRUPTED, Ended
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.schedule import make_faults
@@ -113,6 +113,7 @@ def simulate(
     *,
     every: Every | None = None,
     resume: bool = False,
+    keep_diverged: bool = False,
 ) -> dict[str, Any]:
     """Run `recipe` on the virtual clock in the run directory `directory`; its summary, which is
     also the last file written there.
@@ -126,6 +127,8 @@ def simulate(
 
     Args:
         resume: go on from the newest sound checkpoint in `directory`, if there are any.
+        keep_diverged: a loss that is not finite ends the run with a warning, and the directory
+            holds what happened until then, without weights.
 
     Raises:
         UserError: the recipe cannot run: an unreachable node, a loss that is not finite. None of
@@ -202,6 +205,18 @@ def simulate(
                 journal.end(simulator.recorder, summary)
             raise
         except Exception as error:
+            if isinstance(error, Diverged) and keep_diverged:
+                warnings.warn(f"{directory.name}: {error}", stacklevel=2)
+                summary = rundir.leave(
+                    directory,
+                    recipe,
+                    ended(recipe, simulator, pool),
+                    DIVERGED,
+                    time.perf_counter() - started,
+                )
+                if journal is not None:
+                    journal.end(simulator.recorder, summary)
+                return summary
             if journal is not None:
                 journal.end(simulator.recorder, None)
             if isinstance(error, UserError) or not checkpoint.checkpoints(directory / CHECKPOINTS):

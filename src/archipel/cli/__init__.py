@@ -33,6 +33,7 @@ topology = typer.Typer(help="What a network is like.", no_args_is_help=True, ric
 app.command()(runs.compare)
 app.command()(recipes.init)
 app.command()(recipes.check)
+app.command()(runs.sweep)
 app.command()(runs.run)
 app.command()(runs.resume)
 app.command()(runs.launch)

@@ -1,7 +1,7 @@
 """The commands that make runs, and the one that shows them again.
 
-What belongs here: the arguments of these commands, and which function of `experiment.py` each one
-calls. What does not: what is printed (`terminal.py`), and the runs themselves.
+What belongs here: the arguments of these commands, and which function of `experiment.py` or
+`grid.py` each one calls. What does not: what is printed (`terminal.py`), and the runs themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from archipel import experiment, rundir
+from archipel import experiment, grid, rundir
 from archipel.cli import terminal
 from archipel.cli.options import (
     Address,
@@ -111,6 +111,47 @@ def compare(
             progress=progress,
         )
     terminal.show(found, as_json=as_json)
+
+
+def sweep(
+    file: Annotated[
+        Path,
+        file_argument("SWEEP.yaml", "A recipe, and a list of values for each key that is to vary."),
+    ],
+    settings: Set = None,
+    target_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="Loss that times are given for. Default: the recipe's run.target_loss, or none."
+        ),
+    ] = None,
+    processes: Processes = None,
+    checkpoint_every: CheckpointEvery = None,
+    strict: Strict = False,
+    out: Annotated[
+        Path | None,
+        path_option(
+            "DIR",
+            "Folder for run directories and the report; the same sweep goes on there. Default: "
+            "runs/sweep-DATE.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Which settings train best? One recipe, simulated with each combination of some values."""
+    with terminal.running() as (progress, _):
+        found = grid.sweep(
+            file,
+            settings=parse_settings(settings or []),
+            target_loss=target_loss,
+            processes=processes,
+            checkpoint_every=checkpoint_every,
+            strict=strict,
+            out=out,
+            tell=_say,
+            progress=progress,
+        )
+    terminal.show_sweep(found, as_json=as_json)
 
 
 def run(

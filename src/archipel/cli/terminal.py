@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from archipel import experiment, report
+from archipel import experiment, report, series
 from archipel.errors import Diverged, Interrupted
+from archipel.report.sensitivity import text_of
 
 if TYPE_CHECKING:  # they import Ray, which takes a second
     from archipel.detached import Report
+    from archipel.grid import Sweep
     from archipel.live.health import Now
 
 _WIDE = 10_000
@@ -62,6 +64,26 @@ def show(comparison: experiment.Comparison, *, as_json: bool) -> None:
         raise Diverged("; ".join(comparison.diverged))
 
 
+def show_sweep(sweep: Sweep, *, as_json: bool) -> None:
+    """A sweep on stdout, as a table that has a column for each key, or as JSON."""
+    results, target = sweep.results, sweep.target_loss
+    if as_json:
+        found = report.as_json(results, target)
+        for run in found["runs"]:
+            run["swept"] = sweep.cells[run["label"]]
+        print(json.dumps(found, allow_nan=False))
+        return
+    tell(report.headline(results))
+    for note in report.shared_changes(results):
+        tell(note)
+    columns = {
+        label: {key.name: text_of(values[key.key]) for key in sweep.keys}
+        for label, values in sweep.cells.items()
+    }
+    tell(report.table(results, target, columns))
+    tell(f"Report: {sweep.page}")
+
+
 def show_begun(begun: Report, back: str, *, as_json: bool) -> None:
     """On stdout: which run goes on without this command, where, and the ways back to it."""
     if as_json:
@@ -73,7 +95,7 @@ def show_begun(begun: Report, back: str, *, as_json: bool) -> None:
 
 
 @contextmanager
-def running() -> Iterator[tuple[experiment.Progress, experiment.LiveProgress]]:
+def running() -> Iterator[tuple[series.Progress, experiment.LiveProgress]]:
     """Runs are going on: shows their progress, see `_progress`, and lets Ctrl-C end the command.
 
     The option parser would swallow a `KeyboardInterrupt` and what it says.
@@ -87,7 +109,7 @@ def running() -> Iterator[tuple[experiment.Progress, experiment.LiveProgress]]:
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[experiment.Progress, experiment.LiveProgress]]:
+def _progress() -> Iterator[tuple[series.Progress, experiment.LiveProgress]]:
     """What simulated runs and live ones tell of their progress: a bar a run on a terminal;
     elsewhere a plain line on stderr every tenth of a run, and every minute of a live one.
     """
@@ -117,7 +139,7 @@ def _progress() -> Iterator[tuple[experiment.Progress, experiment.LiveProgress]]
         )
 
 
-def _plain_progress() -> experiment.Progress:
+def _plain_progress() -> series.Progress:
     started: dict[str, float] = {}
     shown: dict[str, int] = {}
 

@@ -6,9 +6,9 @@ report reads run directories alone.
 """
 
 from archipel.report.comparison import as_json, record, rows, target_loss, time_to_target_s
-from archipel.report.page import write
+from archipel.report.page import write, write_page
 from archipel.report.results import ReportError, Result, distinguish, find, load
-from archipel.report.words import changes, headline, incidents, table
+from archipel.report.words import changes, headline, incidents, shared_changes, table
 
 __all__ = [
     "ReportError",
@@ -22,8 +22,10 @@ __all__ = [
     "load",
     "record",
     "rows",
+    "shared_changes",
     "table",
     "target_loss",
     "time_to_target_s",
     "write",
+    "write_page",
 ]

@@ -77,6 +77,8 @@ def target_loss(runs: Sequence[Result]) -> float | None:
 
 def diverged(run: Result) -> bool:
     """Whether a run ends with a loss that is not finite, or above the one that it began with."""
+    if run.summary["stopped"] == "diverged":
+        return True
     losses = [loss for _, loss in points(run, "time_s", "loss")]
     final = run.summary["final_loss"]
     return bool(losses) and (final is None or final > losses[0])
@@ -127,7 +129,8 @@ def rows(runs: Sequence[Result], target: float | None) -> list[Row]:
 
     First the labels of which most seeds reach the target, among them the fastest; those that never
     reach it come last, by final loss, and behind them those of which a seed has diverged. Without
-    losses, the one that takes the least time per inner step comes first. Raises ReportError if
+    a target, the one with the lowest final loss comes first; without losses, the one that takes the
+    least time per inner step. Raises ReportError if
     there are no runs, or if their losses differ in kind.
 
     Keys of a row:

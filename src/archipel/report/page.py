@@ -10,7 +10,7 @@ import base64
 import io
 import os
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import chain, cycle
 from pathlib import Path
@@ -20,7 +20,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from archipel.report.comparison import Groups, by_label, rows, target_loss
-from archipel.report.plots import LOOKS, STYLE, figures
+from archipel.report.plots import LOOKS, STYLE, Plot, figures
 from archipel.report.results import Result
 from archipel.report.words import changed, finding, headline, notes, table_cells
 
@@ -32,15 +32,31 @@ def write(runs: Sequence[Result], out: Path, target: float | None = None) -> Pat
     `target` is a loss; `target_loss(runs)` if None. Each file is replaced in one go. Raises
     ReportError as `rows` does, and for a `trace.json` that is not JSON.
     """
-    target = target_loss(runs) if target is None else target
+    return write_page(runs, out, target_loss(runs) if target is None else target)
+
+
+def write_page(
+    runs: Sequence[Result],
+    out: Path,
+    target: float | None,
+    *,
+    heading: str = "method",
+    first: Callable[[], Iterable[Plot]] = lambda: (),
+) -> Path:
+    """As `write`, but without a target if `target` is None.
+
+    Args:
+        heading: what a label stands for.
+        first: draws the plots that come before all others.
+    """
     compared = rows(runs, target)
     groups = {row["label"]: by_label(runs)[row["label"]] for row in compared}
     with matplotlib.rc_context(STYLE):
         plots = [
             (f"{name}.png", _png(figure), caption)
-            for name, figure, caption in figures(groups, compared, target)
+            for name, figure, caption in chain(first(), figures(groups, compared, target))
         ]
-    headers, *cells = table_cells(compared, target, slower=True)
+    headers, *cells = table_cells(compared, target, slower=True, heading=heading)
     template = string.Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     page = template.substitute(
         title=escape(", ".join(groups)),

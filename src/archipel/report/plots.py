@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import chain, cycle
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ _ACTIVITIES = {
 }
 _WAITS = "#DCE1E7"
 _ROWS_SHOWN = 64
+_PANELS_SHOWN = 8
 _TICKS_S = [n * unit_s for unit_s in (1, 60, 3600, 50 * 3600) for n in (1, 2, 5, 10, 20)]
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#666666",
@@ -46,6 +47,10 @@ STYLE: dict[Any, Any] = {
 }
 
 
+Plot = tuple[str, Figure, str]
+"""A plot's name, the figure, and its caption."""
+
+
 def drawable(text: str) -> str:
     """`text` with a question mark for each character that the plots' font lacks, in place
     of a box and a warning.
@@ -54,10 +59,12 @@ def drawable(text: str) -> str:
     return "".join(one if font.get_char_index(ord(one)) else "?" for one in text)
 
 
-def figures(
-    groups: Groups, compared: Sequence[Row], target: float | None
-) -> Iterable[tuple[str, Figure, str]]:
-    """Name, figure and caption of each plot that the runs have the data for."""
+def figures(groups: Groups, compared: Sequence[Row], target: float | None) -> Iterable[Plot]:
+    """The plots that the runs have the data for."""
+    left_out = ""
+    if len(groups) > len(LOOKS):  # more cannot be told apart
+        left_out = f" Drawn are the first {len(LOOKS)} of {len(groups)}, in the table's order."
+        groups = dict(islice(groups.items(), len(LOOKS)))
     every = list(chain.from_iterable(groups.values()))
     data = (
         "tokens"
@@ -71,26 +78,29 @@ def figures(
     )
     if any(points(run, "time_s", "loss") for run in every):
         dots = {
-            row["label"]: (row["time_to_target_s"], target) for row in compared if row["speed_up"]
+            row["label"]: (row["time_to_target_s"], target)
+            for row in compared
+            if row["speed_up"] and row["label"] in groups
         }
         caption = (
             "Loss against time, modelled or measured as the first line says. Large dots: when the "
             "loss meets the target, mean over "
-            f"seeds. High losses are cut off.{band}"
+            f"seeds. High losses are cut off.{band}{left_out}"
         )
         yield "loss_vs_time", _curves(groups, "time_s", "loss", target, dots), caption
         caption = (
             f"Loss against {data.replace('_', ' ')}: what a method learns from the same "
-            f"data, whatever the network.{band}"
+            f"data, whatever the network.{band}{left_out}"
         )
         yield "loss_vs_tokens", _curves(groups, data, "loss", target, {}), caption
     if any(spread for run in every for _, spread in points(run, data, "replica_std")):
         caption = (
             "How far apart the replicas are: root mean square distance of a weight from its "
-            f"mean over replicas.{band}"
+            f"mean over replicas.{band}{left_out}"
         )
         yield "replica_spread", _curves(groups, data, "replica_std", None, {}), caption
-    if traces := {label: trace for label, group in groups.items() if (trace := trace_of(group[0]))}:
+    panels = dict(islice(groups.items(), _PANELS_SHOWN))
+    if traces := {label: trace for label, group in panels.items() if (trace := trace_of(group[0]))}:
         caption = (
             f"The beginning of one run of each method. A row is a node (at most {_ROWS_SHOWN} are "
             "drawn), on white a server. "
@@ -98,7 +108,9 @@ def figures(
             "in which they do not "
             "compute, transfers among it."
         )
-        without = ", ".join(label for label in groups if label not in traces)
+        if len(panels) < len(groups):
+            caption += f" Only the first {len(panels)} in the table's order are drawn."
+        without = ", ".join(label for label in panels if label not in traces)
         yield (
             "timeline",
             _timeline(traces, groups),

@@ -7,7 +7,7 @@ not: the numbers themselves (`comparison.py`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -44,6 +44,24 @@ def changes(runs: Iterable[Result]) -> list[str]:
             if run.summary["changed"]
         )
     )
+
+
+def shared_changes(runs: Iterable[Result]) -> list[str]:
+    """A line for each method: the settings that are not the published ones and are the same in all
+    of its runs.
+    """
+    of_method: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        of_method[run.summary["method"]].append(run.summary["changed"])
+    shared = {
+        method: {
+            key: pair
+            for key, pair in changes[0].items()
+            if all(other.get(key) == pair for other in changes)
+        }
+        for method, changes in of_method.items()
+    }
+    return [f"{method}: {changed({'changed': pairs})}" for method, pairs in shared.items() if pairs]
 
 
 def incidents(runs: Iterable[Result]) -> list[str]:
@@ -101,9 +119,20 @@ def too_few(runs: Iterable[Result]) -> list[str]:
     return said
 
 
-def table(runs: Sequence[Result], target: float | None) -> Table:
-    """The comparison for a terminal of 80 columns or more. Raises as `rows` does."""
+def table(
+    runs: Sequence[Result],
+    target: float | None,
+    instead: Mapping[str, Mapping[str, str]] | None = None,
+) -> Table:
+    """The comparison for a terminal of 80 columns or more. Raises as `rows` does.
+
+    Args:
+        instead: columns that stand instead of the label: for each label, texts by header.
+    """
     headers, *cells = table_cells(rows(runs, target), target)
+    if instead:
+        headers = [*next(iter(instead.values())), *headers[1:]]
+        cells = [[*instead[label].values(), *rest] for label, *rest in cells]
     result = Table(
         box=None,
         padding=(0, 1),
@@ -119,24 +148,26 @@ def table(runs: Sequence[Result], target: float | None) -> Table:
 
 
 def table_cells(
-    compared: Sequence[Row], target: float | None, *, slower: bool = False
+    compared: Sequence[Row],
+    target: float | None,
+    *,
+    slower: bool = False,
+    heading: str = "method",
 ) -> list[list[str]]:
-    """The comparison as text, headers first. `slower` adds the inverse of the speed-up."""
+    """The comparison as text, headers first. `slower` adds the inverse of the speed-up, `heading`
+    is what a label stands for. Without a target there are no times to it.
+    """
     clock = clock_format(max(row["time_s"] for row in compared))
-    trained = any(row["final_loss"] is not None for row in compared)
+    trained = any(row["final_loss"] is not None or row["diverged"] for row in compared)
+    timed = trained and target is not None
     # A task of the user's may not say how many tokens are in a step.
     tokens = trained and any(row["tokens"] is not None for row in compared)
     partly = any(row["unreported_fraction"] for row in compared)
     columns: list[tuple[str, str, Callable[[Any], str], bool]] = [
-        ("method", "label", str, True),
-        (
-            "time to target" if target is None else f"time to loss {target:.3f}",
-            "time_to_target_s",
-            clock,
-            trained,
-        ),
-        ("speed-up", "speed_up", _factor, trained),
-        ("times slower than the fastest", "times_slower", _factor, trained and slower),
+        (heading, "label", str, True),
+        (f"time to loss {target or 0.0:.3f}", "time_to_target_s", clock, timed),
+        ("speed-up", "speed_up", _factor, timed),
+        ("times slower than the fastest", "times_slower", _factor, timed and slower),
         ("final loss", "final_loss", "{:.3f}".format, trained),
         ("tokens", "tokens", lambda value: _prefixed(value, "", " k", " M", " B", " T"), tokens),
         ("time per inner step", "time_per_step_s", _duration, not trained),
@@ -162,8 +193,11 @@ def table_cells(
 def _cell(row: Row, key: str, show: Callable[[Any], str]) -> str:
     """`1.93 ±0.02`; without the deviation if it would show as nought, with the share of the seeds
     that the figure is of. One seed's time to the target is only as well known as evaluations are
-    close to each other.
+    close to each other. A final loss says how many seeds have diverged.
     """
+    if key == "final_loss" and row["diverged"]:
+        known = "" if row[key] is None else f"{show(row[key])}, "
+        return f"{known}diverged{_of_seeds(row)}"
     if row[key] is None:
         return "never" if key == "time_to_target_s" and row["final_loss"] is not None else "–"
     sd = row.get(f"{key}_sd")
@@ -219,8 +253,12 @@ def _seeds(runs: Sequence[Result]) -> str:
 
 def finding(compared: Sequence[Row], target: float | None) -> str:
     """The result in one sentence."""
-    if target is None or all(row["final_loss"] is None for row in compared):
+    if all(row["diverged"] == row["seeds"] for row in compared):
+        return "All runs have diverged."
+    if all(row["final_loss"] is None for row in compared):
         return _fastest_per_step(compared)
+    if target is None:
+        return _lowest_loss(compared)
     if not (reach := [row for row in compared if row["speed_up"] is not None]):
         but = " and does not diverge" if any(row["diverged"] for row in compared) else ""
         return f"No method reaches the target loss with all of its seeds{but}."
@@ -239,6 +277,16 @@ def finding(compared: Sequence[Row], target: float | None) -> str:
         f"{reach[0]['label']} reaches the target loss {'first, ' if slowest else ''}after "
         f"{time}{slowest}."
     )
+
+
+def _lowest_loss(compared: Sequence[Row]) -> str:
+    """The result where no times to a loss are asked for."""
+    sound = [row for row in compared if not row["diverged"]] or compared
+    first, last = (
+        f"{row['label']} ends at the {which} loss, {_cell(row, 'final_loss', '{:.3f}'.format)}"
+        for row, which in ((sound[0], "lowest"), (sound[-1], "highest"))
+    )
+    return f"{first}; {last}." if len(sound) > 1 else f"{first}."
 
 
 def _fastest_per_step(compared: Sequence[Row]) -> str:
@@ -282,6 +330,10 @@ def notes(runs: Sequence[Result], target: float | None) -> str:
         if row["diverged"]
     )
     several += "".join(f" {line}." for line in (*too_few(runs), *incidents(runs)))
+    counted = "Inner steps" if all(row["tokens"] is None for row in compared) else "Tokens"
+    whole = f"{counted}, bytes and idle time are of whole runs."
+    if target is None and loss_names(runs):
+        return f"Ordered by final loss ({loss_names(runs)[0]}). {whole}{several}"
     if target is None or not loss_names(runs):
         return (
             "All figures are of whole runs. A run ends when its model changes at or after the "
@@ -293,12 +345,10 @@ def notes(runs: Sequence[Result], target: float | None) -> str:
         if target == target_loss(runs)
         else "as asked for"
     )
-    counted = "Inner steps" if all(row["tokens"] is None for row in compared) else "Tokens"
     return (
         f"Target: {loss_names(runs)[0]} {target:.3f}, {chosen}; its time is read off the straight "
         "line between the evaluations before and after it. Speed-up: times faster than the slowest "
-        f"method that reaches it. {counted}, bytes and idle time are of whole runs."
-        f"{several}"
+        f"method that reaches it. {whole}{several}"
     )
 
 

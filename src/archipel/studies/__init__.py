@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from archipel.errors import UserError, nearest
-from archipel.experiment import Progress, say_nothing
+from archipel.series import Progress, say_nothing
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from archipel import experiment, report
+from archipel import report
 from archipel.errors import Diverged
 from archipel.recipe import parse_recipe
+from archipel.series import simulate_all
 from archipel.studies import Findings, Settings
 
 TITLE = (
@@ -56,9 +57,7 @@ def run(out: Path, settings: Settings) -> Findings:
         for outer, fields in OUTER.items()
         for seed in range(settings.seeds)
     ]
-    results, diverged = experiment.simulate_all(
-        recipes, out, settings.processes, progress=settings.progress
-    )
+    results, diverged = simulate_all(recipes, out, settings.processes, progress=settings.progress)
     if diverged:
         raise Diverged("; ".join(diverged))
     runs = {

@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from archipel import experiment, report
+from archipel import report
 from archipel.errors import Diverged
 from archipel.recipe import parse_recipe
+from archipel.series import simulate_all
 from archipel.studies import Findings, Settings
 from archipel.train.task import Schedule
 
@@ -49,9 +50,7 @@ def run(out: Path, settings: Settings) -> Findings:
         )
         for seed in range(settings.seeds)
     ]
-    runs, diverged = experiment.simulate_all(
-        recipes, out, settings.processes, progress=settings.progress
-    )
+    runs, diverged = simulate_all(recipes, out, settings.processes, progress=settings.progress)
     if diverged:
         raise Diverged("; ".join(diverged))
     curves = [spread_and_rate(run, recipes[0].run.steps or 1) for run in runs]

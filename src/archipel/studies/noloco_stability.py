@@ -28,10 +28,11 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from archipel import experiment, report
+from archipel import report
 from archipel.errors import Diverged
 from archipel.methods import noloco
 from archipel.recipe import Recipe, parse_recipe
+from archipel.series import simulate_all
 from archipel.studies import Findings, Settings
 from archipel.theory import moments
 from archipel.train.task import Schedule
@@ -65,9 +66,7 @@ def run(out: Path, settings: Settings) -> Findings:
         for seed in range(settings.seeds)
     ]
     # Runs that diverged leave nothing; the others still answer.
-    every, diverged = experiment.simulate_all(
-        recipes, out, settings.processes, progress=settings.progress
-    )
+    every, diverged = simulate_all(recipes, out, settings.processes, progress=settings.progress)
     if not every:
         raise Diverged("; ".join(diverged))
     runs: dict[Key, list[report.Result]] = {}

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from archipel import experiment, methods, report
+from archipel import methods, report
 from archipel.errors import Diverged
 from archipel.recipe import parse_recipe
 from archipel.report.comparison import time_to_target_s
 from archipel.run.codec import CODECS
+from archipel.series import simulate_all
 from archipel.studies import Findings, Settings
 
 TITLE = "What do bf16, int8 and int4 on the wire save of each method's time, and cost of its loss?"
@@ -67,9 +68,7 @@ def run(out: Path, settings: Settings) -> Findings:
         for codec in CODECS
         for seed in range(settings.seeds)
     ]
-    results, diverged = experiment.simulate_all(
-        recipes, out, settings.processes, progress=settings.progress
-    )
+    results, diverged = simulate_all(recipes, out, settings.processes, progress=settings.progress)
     if diverged:
         raise Diverged("; ".join(diverged))
     report.write(results, out)
