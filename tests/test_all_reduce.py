@@ -16,8 +16,8 @@ from torch import Tensor
 from archipel import outer
 from archipel.actor import Group, Message, NodeId, Reduced
 from archipel.errors import TrainingError
-from archipel.live import all_reduce
 from archipel.live.all_reduce import AllReduces
+from archipel.live.sums import AllReduceMessage
 from archipel.run.codec import BLOCK, Codec
 from archipel.run.wire import Coder
 from archipel.sim import routes
@@ -126,7 +126,7 @@ class World:
                 self.nodes[a].lost(self.news[a].popleft().node)
             case "mail":
                 message = self.under_way[a, b].popleft()
-                assert isinstance(message, all_reduce.AllReduceMessage)
+                assert isinstance(message, AllReduceMessage)
                 self.nodes[b].receive(message, a)
 
 

@@ -30,7 +30,7 @@ FILES = [
     for folder in ("src/archipel", "tests", "bench", "docs")
     for path in (ROOT / folder).rglob("*")
 ] + [path.name for path in ROOT.iterdir()]
-EXAMPLES = {"mytask.py", "my_method.py", "file.py", "local_sgd.py"}
+EXAMPLES = {"mytask.py", "mytracker.py", "my_method.py", "file.py", "local_sgd.py"}
 """Files that a reader is to write."""
 
 
@@ -176,11 +176,22 @@ def test_the_recipe_for_a_model_of_transformers_runs(
 
 
 @pytest.mark.slow
-def test_the_task_of_ones_own_trains(tmp_path: Path) -> None:
-    [code] = blocks(ROOT / "docs" / "using.md", "python")
-    (tmp_path / "mytask.py").write_text(code)
+def test_the_task_of_ones_own_trains_and_the_tracker_of_ones_own_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, tracker = blocks(ROOT / "docs" / "using.md", "python")
+    (tmp_path / "mytask.py").write_text(task)
+    (tmp_path / "mytracker.py").write_text(tracker)
     found = archipel.compare(
-        "noloco", task=f"{tmp_path}/mytask.py:make", steps=3200, out=tmp_path / "out"
+        "noloco",
+        task=f"{tmp_path}/mytask.py:make",
+        steps=3200,
+        settings={"track.name": f"{tmp_path}/mytracker.py:make"},
+        out=tmp_path / "out",
     )
     [result] = found.results
     assert result.summary["final_loss"] < result.evals[0]["loss"]
+    first, *logs, last = capsys.readouterr().out.splitlines()
+    assert first == "noloco-seed0 modelled"
+    assert len(logs) == len(result.evals)
+    assert last == str(result.summary["final_loss"])

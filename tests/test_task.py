@@ -5,6 +5,7 @@ tasks of the user's own.
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from archipel.errors import UserError
+from archipel.recipe import load_recipe, parse_recipe
 from archipel.train.configs import CONFIGS, GptTask, SyntheticTask, TextTask, UserTask, task_config
 from archipel.train.data import Shard
 from archipel.train.gpt import GPT, next_token_loss
 from archipel.train.task import Schedule, Task, adamw, make_task
+from archipel.yamlfile import parse
 
 SHARD = Shard(index=0, of=2, region=0, regions=2, seed=0)
 
@@ -412,6 +415,13 @@ def make():
     return Task(model, loss, batches, sgd, description="a small conv net")
 
 
+def make_with(lr, *, momentum=0.0):
+    def sgd(module):
+        return torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
+
+    return Task(model, loss, batches, sgd)
+
+
 def make_nothing():
     return None
 
@@ -433,6 +443,39 @@ def problem(name: str) -> str:
     with pytest.raises(UserError) as error:
         make_task(UserTask(name=name))
     return str(error.value)
+
+
+def test_the_keys_of_a_task_are_its_functions_arguments(own: str) -> None:
+    fields = {"name": f"{own}:make_with", "lr": 0.3, "momentum": 0.5}
+    task = make_task(load_recipe({"method": "diloco", "task": fields}).task)
+    [group] = task.optimizer(task.model()).param_groups
+    assert (group["lr"], group["momentum"]) == (0.3, 0.5)
+    assert task.description == "own.py:make_with(lr=0.3, momentum=0.5), a task of your own"
+    recipe = load_recipe({"method": "diloco", "task": fields}, {"task.momentum": 0.9})
+    assert recipe.task != load_recipe({"method": "diloco", "task": fields}).task
+    again = parse_recipe(parse(recipe.to_yaml()))  # it is in the recipe that a run leaves
+    assert again.task == recipe.task
+    assert pickle.loads(pickle.dumps(recipe.task)) == recipe.task  # and processes are told
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "said"),
+    [
+        (
+            "make_with",
+            {"lr": 0.1, "momentun": 0.9},
+            "has no argument 'momentun' (did you mean 'momentum'?); its arguments: lr, momentum",
+        ),
+        ("make_with", {"momentum": 0.9}, "task.lr is missing: "),
+        ("make", {"lr": 0.1}, "has no argument 'lr'; it has no arguments"),
+    ],
+)
+def test_a_setting_that_the_function_does_not_take_is_named(
+    own: str, function: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        make_task(UserTask.model_validate({"name": f"{own}:{function}", **settings}))
+    assert said in str(error.value)
 
 
 def test_a_function_of_the_users_makes_a_task(own: str) -> None:

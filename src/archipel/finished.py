@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from archipel.errors import UserError, nearest, seen_from
 from archipel.rundir import MODEL
 from archipel.train.extra import library
 
+YAML = (".yaml", ".yml")
 TASKS = "--tasks"
 """What errors call the tasks."""
 
@@ -158,7 +160,9 @@ def evaluate(
             raise UserError(f"{option} {value}: must be at least {least}")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     lm_eval = library("lm_eval", "`archipel evaluate` needs", "eval")
-    manager = library("lm_eval.tasks", "`archipel evaluate` needs", "eval").TaskManager()
+    by_name = [name for name in names if Path(name).suffix not in YAML]
+    # Its own tasks are thousands of files, and reading them takes many seconds.
+    manager = _managers(with_own=bool(by_name))
     named = [_task(name, manager) for name in names if name]
     if not named:
         raise UserError(f"{TASKS}: name at least one task of lm-eval, or a YAML file of one")
@@ -196,6 +200,13 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@cache
+def _managers(*, with_own: bool) -> Any:
+    """What finds lm-eval's tasks: also those that come with it, or files alone."""
+    tasks = library("lm_eval.tasks", "`archipel evaluate` needs", "eval")
+    return tasks.TaskManager(include_defaults=with_own)
+
+
 def _task(name: str, manager: Any) -> str:
     """A task as lm-eval wants it.
 
@@ -203,7 +214,7 @@ def _task(name: str, manager: Any) -> str:
         UserError: there is no such file, or lm-eval does not know the name.
     """
     path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in YAML:
         if not path.is_file():
             raise UserError(f"{TASKS}: there is no file {name!r}{seen_from(path)}")
         return str(path.resolve())

@@ -44,13 +44,13 @@ from archipel.actor import (
 )
 from archipel.errors import TrainingError, UserError
 from archipel.live import saves
-from archipel.live.all_reduce import AllReduceMessage
 from archipel.live.compute import Compute, JobEnded, JobFailed
 from archipel.live.initial import OtherWeights, digest, initial_weights, unpack
 from archipel.live.mail import Envelope
 from archipel.live.marks import Marks
 from archipel.live.protocol import BadLoss, HostSetup, Mark, Membership, News, Record, Status
 from archipel.live.reach import Beat, CutOff, Hail
+from archipel.live.sums import AllReduceMessage
 from archipel.live.verbs import HostContext, Own
 from archipel.pyfile import place_of
 from archipel.run.node import Node

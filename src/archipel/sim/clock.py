@@ -323,7 +323,6 @@ class Simulator:
     def _evaluate(self) -> None:
         """Have the model to take home evaluated in the background, as it is now."""
         state, setting = self.state, self.engine.setting
-        state.evaluations.collect_ready()
         held = self.holders()
         evaluation = state.census.evaluation(
             state.now, self.absorbed_steps, held[0].outer_steps, self.recorder

@@ -44,8 +44,9 @@ class Evaluations:
         now: float,
     ) -> None:
         """Have the mean of `parts` evaluated, and the parts themselves where that means
-        something.
+        something; earlier ones that are ready are put down.
         """
+        self.collect_ready()
         mean = outer.mean(parts)
         evaluation.replica_std = spread(parts, mean, parameters)
         compared = parts if evaluation.replica_std is not None else ()

@@ -6,7 +6,7 @@ What does not: making a task of them (`task.py`).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,7 +49,16 @@ class NoTask(TaskConfig):
 
 
 class UserTask(TaskConfig):
-    """A function of the user's that returns a `Task`: `name: mytask.py:make`."""
+    """A function of the user's that returns a `Task`: `name: mytask.py:make`. All other keys are
+    its arguments.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the function is given."""
+        return dict(self.model_extra or {})
 
 
 class GptTask(TaskConfig):

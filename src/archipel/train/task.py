@@ -6,6 +6,7 @@ their configuration. What does not: how inner steps are taken (`replica.py`), or
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -252,7 +253,7 @@ def make_task(config: TaskConfig) -> Task:
         case CausalLmTask():
             return _causal_lm_task(config)
         case UserTask():
-            return _user_task(config.name)
+            return _user_task(config.name, config.settings)
         case _:
             raise AssertionError(f"task {config.name!r} trains nothing")
 
@@ -398,7 +399,7 @@ def adamw(
     )
 
 
-def _user_task(name: str) -> Task:
+def _user_task(name: str, settings: Mapping[str, Any]) -> Task:
     file, _, function = name.rpartition(":")
     if not (file and function):
         lacking = "function" if file else "file"
@@ -410,8 +411,9 @@ def _user_task(name: str) -> Task:
             f"task.name = {name!r}: {file!r} has no function "
             f"{function!r}{nearest(function, vars(module))}"
         )
+    _check_settings(name, make, settings)
     try:
-        task = make()
+        task = make(**settings)
     except UserError as error:  # of `Task`, which says it in full
         raise UserError(
             f"task.name = {name!r}: {function}() failed at {place_of(error)}: {error}"
@@ -426,5 +428,30 @@ def _user_task(name: str) -> Task:
             "archipel.Task"
         )
     if task.description == UNNAMED:
-        return replace(task, description=f"{Path(file).name}:{function}, {UNNAMED}")
+        given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        shown = f"{Path(file).name}:{function}{f'({given})' if given else ''}"
+        return replace(task, description=f"{shown}, {UNNAMED}")
     return task
+
+
+def _check_settings(name: str, make: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Raise a `UserError` if a user's function does not take these settings."""
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):  # it is not written in Python
+        return
+    kinds = [parameter.kind for parameter in parameters.values()]
+    named = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    for key in settings:
+        if key not in named and inspect.Parameter.VAR_KEYWORD not in kinds:
+            takes = f"its arguments: {', '.join(named)}" if named else "it has no arguments"
+            raise UserError(
+                f"task.{key}: {name!r} has no argument {key!r}{nearest(key, named)}; {takes}"
+            )
+    for key in named:
+        if parameters[key].default is inspect.Parameter.empty and key not in settings:
+            raise UserError(f"task.{key} is missing: {name!r} needs it; give --set task.{key}=…")
