@@ -111,6 +111,11 @@ def test_the_learning_rate_is_that_of_the_schedule(own: str, tmp_path: Path) -> 
     assert rates[80] == pytest.approx(0.02 * schedule.factor(40, 40))
     assert rates[40] == pytest.approx(0.02 * schedule.factor(20, 40))
     assert rates[40] > rates[80]
+    [directory] = (tmp_path / "out").glob("diloco-*")
+    for line in lines(directory):
+        if line["kind"] == "train":
+            factor = schedule.factor(line["progress"] / 2, 40)
+            assert line["learning_rate"] == pytest.approx(0.02 * factor)
 
 
 def test_the_run_is_the_same_with_a_tracker(own: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from archipel import checkpoint, outer
 from archipel.actor import NodeId, Vector
 from archipel.errors import UserError
 from archipel.recipe import Recipe
-from archipel.run.metrics import Recorder
+from archipel.run.metrics import LearningRate, Recorder
 from archipel.sections import TRACKERS
 from archipel.train.task import Task
 from archipel.vector import Layout
@@ -328,6 +328,7 @@ class Ended:
         parts: those whose mean is the model to take home.
         nodes: all nodes of the run.
         recorder: what happened.
+        learning_rate: of the run's inner steps; None: nothing was trained.
         task, layout: what was trained, and where its weights lie in a vector; None if nothing was.
         integers: the model's integer buffers by name.
         real, modelled: what took place, and what formulas stand for.
@@ -357,6 +358,7 @@ class Ended:
     taken_home_bytes: int | None = None
     faults_planned: int = 0
     faults_happened: int = 0
+    learning_rate: LearningRate | None = None
 
 
 def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict[str, Any]:
@@ -426,7 +428,7 @@ def leave(
     summary = summarize(recipe, ended, stopped, wall_s)
     recorder = ended.recorder
     with _replacing(directory / "metrics.jsonl") as path:
-        recorder.write_metrics(path)
+        recorder.write_metrics(path, ended.learning_rate)
     with _replacing(directory / "trace.json") as path:
         recorder.write_trace(path, ended.nodes, ended.time_s)
     if ended.layout is not None and stopped != DIVERGED:

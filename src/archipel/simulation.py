@@ -425,6 +425,7 @@ def ended(recipe: Recipe, simulator: Simulator, pool: Pool | None) -> Ended:
         processes=len(pool.processes) if pool else 0,
         faults_planned=len(faults),
         faults_happened=sum(fault.at_s < simulator.now for fault in faults),
+        learning_rate=pool.replica.learning_rate if pool else None,
     )
 
 

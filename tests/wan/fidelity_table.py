@@ -102,7 +102,7 @@ def recipe(method: str, network: str) -> dict[str, Any]:
     if network == MINUTES:
         made["task"] |= LARGE_MODEL
         made["method"]["accumulate"] = REPORT_EVERY
-        made["run"]["steps"] *= 10
+        made["run"]["steps"] *= 5
         made["live"]["deadline_s"] = 30.0  # half of what a message takes
     return made
 

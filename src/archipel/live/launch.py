@@ -280,5 +280,6 @@ def _leave(
         taken_home_bytes=course.home.received_bytes,
         faults_planned=len(planned),
         faults_happened=sum(fault.at_s < taken.time_s for fault in planned),
+        learning_rate=parts.replica.learning_rate if parts.replica else None,
     )
     return rundir.leave(directory, recipe, ended, stopped, time.perf_counter() - wall_s)

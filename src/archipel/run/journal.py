@@ -7,12 +7,18 @@ What belongs here: which figures are new, and handing them on. What does not: wh
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from archipel.run.metrics import Evaluation, Recorder, evaluation_line, training_line
+from archipel.run.metrics import (
+    Evaluation,
+    LearningRate,
+    Recorder,
+    evaluation_line,
+    training_line,
+)
 
 LOGGED = (
     "loss",
@@ -46,15 +52,14 @@ class Journal:
     Attributes:
         path: the file `metrics.jsonl`, which begins anew.
         has_loss: evaluations have losses, and come when they are there.
-        learning_rate: of the inner step at which all workers together have taken so many; None:
-            nothing is trained.
+        learning_rate: None: nothing is trained.
         listener: is told of each evaluation.
         told: evaluations that the listener has been told of, now or before the run was stopped.
     """
 
     path: Path
     has_loss: bool
-    learning_rate: Callable[[int], float] | None
+    learning_rate: LearningRate | None
     listener: Listener
     told: int = 0
     file: TextIO = field(init=False)
@@ -74,7 +79,7 @@ class Journal:
         """
         new = recorder.trainings[self.trainings :]
         for training in new:
-            self._write(training_line(training))
+            self._write(training_line(training, self.learning_rate))
             self.recent.append((training.time_s, training.loss))
         self.trainings += len(new)
         for evaluation in recorder.evaluations[self.evaluations :]:

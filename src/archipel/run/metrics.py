@@ -98,8 +98,14 @@ def evaluation_line(evaluation: Evaluation) -> dict[str, Any]:
     return {"kind": "eval", **asdict(evaluation)}
 
 
-def training_line(training: Training) -> dict[str, Any]:
-    """The line of `metrics.jsonl` for a worker's inner steps."""
+LearningRate = Callable[[int], float]
+"""That of the inner step at which all workers together have taken so many."""
+
+
+def training_line(training: Training, learning_rate: LearningRate | None) -> dict[str, Any]:
+    """The line of `metrics.jsonl` for a worker's inner steps; `learning_rate`: of the first of
+    them.
+    """
     return {
         "kind": "train",
         "time_s": training.time_s,
@@ -107,6 +113,7 @@ def training_line(training: Training) -> dict[str, Any]:
         "steps": training.steps,
         "loss": training.loss,
         "progress": training.progress,
+        **({} if learning_rate is None else {"learning_rate": learning_rate(training.progress)}),
     }
 
 
@@ -229,12 +236,12 @@ class Recorder:
 
     # Files
 
-    def write_metrics(self, path: Path) -> None:
+    def write_metrics(self, path: Path, learning_rate: LearningRate | None = None) -> None:
         """One JSON object a line, in the order of time: evaluations of the model, and the training
-        losses of the workers.
+        losses of the workers, with the learning rate there if it is known.
         """
         lines = [(e.time_s, evaluation_line(e)) for e in self.evaluations]
-        lines += [(t.time_s, training_line(t)) for t in self.trainings]
+        lines += [(t.time_s, training_line(t, learning_rate)) for t in self.trainings]
         lines.sort(key=lambda line: line[0])
         path.write_text("".join(json.dumps(record) + "\n" for _, record in lines))
 
