@@ -12,7 +12,7 @@ INSTALLED = .venv/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: bench bench-live check clean demo help install test wan
+.PHONY: bench bench-live check clean demo help install site test wan
 
 install: $(INSTALLED) ## Make .venv with all that archipel needs
 
@@ -29,6 +29,9 @@ check: $(INSTALLED) ## Lint, formatting and types
 
 wan: $(INSTALLED) ## Test transport and live runs on slow links between network namespaces; needs root and iproute2
 	ARCHIPEL_LONG=1 .venv/bin/python -m pytest tests/wan --durations=10 -rs
+
+site: $(INSTALLED) ## Build the site of the docs in build/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet -f site/mkdocs.yml
 
 bench: $(INSTALLED) ## Measure speed
 	.venv/bin/python bench/bench.py

@@ -7,8 +7,11 @@ in CONTRIBUTING.md (`test_cli.py`, `test_methods.py`).
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import typer
 import yaml
 
 import archipel
-from archipel import cli
+from archipel import cli, methods
 from archipel.recipe import parse_recipe
 from archipel.sim.topology import Topology
 
@@ -27,7 +30,7 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 OF_TODAY = [path for path in DOCS if path.name != "decisions.md"]
 FILES = [
     path.relative_to(ROOT).as_posix()
-    for folder in ("src/archipel", "tests", "bench", "docs")
+    for folder in ("src/archipel", "tests", "bench", "docs", "site")
     for path in (ROOT / folder).rglob("*")
 ] + [path.name for path in ROOT.iterdir()]
 EXAMPLES = {"mytask.py", "mytracker.py", "my_method.py", "file.py", "local_sgd.py"}
@@ -195,3 +198,21 @@ def test_the_task_of_ones_own_trains_and_the_tracker_of_ones_own_is_told(
     assert first == "noloco-seed0 modelled"
     assert len(logs) == len(result.evals)
     assert last == str(result.summary["final_loss"])
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(
+        [*command, "-f", str(ROOT / "site" / "mkdocs.yml")],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    pages = {path.parent.name for path in tmp_path.rglob("index.html")}
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= pages
+    assert set(methods.names()) <= pages
+    reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
+    assert all(f'.{name}"' in reference for name in archipel.__all__ if name[0] != "_")

@@ -25,7 +25,7 @@ from archipel.recipe import (
 )
 from archipel.run.codec import CODECS
 from archipel.run.screening import ScreeningConfig
-from archipel.sections import LiveConfig, PipelineConfig, RunConfig
+from archipel.sections import LiveConfig, PipelineConfig, RunConfig, TrackConfig
 from archipel.sim.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
 from archipel.sim.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
 from archipel.train.configs import CONFIGS
@@ -86,6 +86,7 @@ SECTIONS = {
     "faults": fields_of(FaultsConfig, RandomFaults, Crash, Slow, Partition),
     "bad_updates": fields_of(ScreeningConfig),
     "wire": WORDS | st.sampled_from(CODECS) | fields_of(Topology),
+    "track": WORDS | fields_of(TrackConfig) | st.lists(WORDS | fields_of(TrackConfig), max_size=3),
     "label": SCALARS,
 }
 WHOLE: dict[str, Any] = {

@@ -5,6 +5,7 @@ finished run's file says, on both clocks and over an interruption.
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import signal
@@ -180,7 +181,7 @@ def test_a_journal_waits_for_losses_and_keeps_their_order(tmp_path: Path) -> Non
     def evaluation(time_s: float, steps: int, loss: float | None) -> Evaluation:
         return Evaluation(time_s, steps, None, steps, 0, 0, 0, loss)
 
-    recorder, node = Recorder(), NodeId("east", 0)
+    recorder, node = Recorder(), NodeId("east", "w0")
     journal = Journal(tmp_path / "metrics.jsonl", True, lambda steps: steps / 10, Listener())
     late, early = evaluation(1.0, 10, None), evaluation(2.0, 20, 5.0)
     recorder.evaluations += [late, early]
@@ -196,6 +197,28 @@ def test_a_journal_waits_for_losses_and_keeps_their_order(tmp_path: Path) -> Non
     ]
     journal.end(recorder, {})
     assert told[2:] == [({}, -1)]
+
+
+def test_a_full_disk_ends_no_run_before_its_end(tmp_path: Path) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    class Nobody:
+        def log(self, figures: Any, step: int) -> None:
+            pass
+
+        end = log
+
+    recorder = Recorder(trainings=[Training(0.5, NodeId("east", "w0"), 1, 8.0, 0)])
+    journal = Journal(tmp_path / "metrics.jsonl", True, None, Nobody())  # type: ignore[arg-type]
+    assert journal.file is not None
+    journal.file.close()
+    journal.file = Full()
+    with pytest.warns(UserWarning, match="metrics.jsonl: No space left on device; the run goes on"):
+        journal.look(recorder)
+    recorder.trainings *= 2
+    journal.look(recorder)  # nothing more is said
 
 
 def test_a_run_that_was_stopped_goes_on_and_nothing_is_told_twice(

@@ -147,6 +147,13 @@ def simulate(
         if journal is not None:
             journal.look(simulator.recorder)
 
+    def leave(stopped: str) -> dict[str, Any]:
+        end, wall_s = ended(recipe, simulator, pool), time.perf_counter() - started
+        summary = rundir.leave(directory, recipe, end, stopped, wall_s)
+        if journal is not None:
+            journal.end(simulator.recorder, summary)
+        return summary
+
     simulator = make_simulator(recipe, pool, tell)
     check_saved_by_tokens(every, recipe, simulator.state.census.plan.tokens_per_step)
     if pool:
@@ -183,40 +190,16 @@ def simulate(
                     warnings.warn(f"{recipe.label}: {error}", stacklevel=2)
                 if interrupted():
                     raise KeyboardInterrupt
-            summary = rundir.leave(
-                directory,
-                recipe,
-                ended(recipe, simulator, pool),
-                stopped,
-                time.perf_counter() - started,
-            )
-            journal.end(simulator.recorder, summary)
+            summary = leave(stopped)
         except KeyboardInterrupt:
             with contextlib.suppress(Diverged):  # it is Ctrl-C that ends this run
                 simulator.state.evaluations.collect()  # those under way take a moment each
-            summary = rundir.leave(
-                directory,
-                recipe,
-                ended(recipe, simulator, pool),
-                INTERRUPTED,
-                time.perf_counter() - started,
-            )
-            if journal is not None:
-                journal.end(simulator.recorder, summary)
+            leave(INTERRUPTED)
             raise
         except Exception as error:
             if isinstance(error, Diverged) and keep_diverged:
                 warnings.warn(f"{directory.name}: {error}", stacklevel=2)
-                summary = rundir.leave(
-                    directory,
-                    recipe,
-                    ended(recipe, simulator, pool),
-                    DIVERGED,
-                    time.perf_counter() - started,
-                )
-                if journal is not None:
-                    journal.end(simulator.recorder, summary)
-                return summary
+                return leave(DIVERGED)
             if journal is not None:
                 journal.end(simulator.recorder, None)
             if isinstance(error, UserError) or not checkpoint.checkpoints(directory / CHECKPOINTS):

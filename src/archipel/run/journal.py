@@ -7,6 +7,7 @@ What belongs here: which figures are new, and handing them on. What does not: wh
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ class Journal:
     learning_rate: LearningRate | None
     listener: Listener
     told: int = 0
-    file: TextIO = field(init=False)
+    file: TextIO | None = field(init=False)
     trainings: int = 0
     evaluations: int = 0
     latest: Evaluation | None = None
@@ -96,12 +97,20 @@ class Journal:
         if summary is not None and last is not None and last is not self.latest:
             self.told = min(self.told, self.evaluations - 1)
             self._tell(last, None)
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
         self.listener.end(summary)
 
     def _write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        """Add a line. A full disk may have room again when the run has ended, and is told now."""
+        if self.file is None:
+            return
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        except OSError as error:
+            warnings.warn(f"{self.path}: {error.strerror}; the run goes on", stacklevel=3)
+            self.file = None
 
     def _tell(self, evaluation: Evaluation, train_loss: float | None) -> None:
         """Tell the listener of an evaluation and of the training losses since the one before."""
