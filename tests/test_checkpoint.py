@@ -1000,7 +1000,7 @@ def test_a_disk_that_is_full_at_the_end_costs_nothing_that_was_saved(
     assert archipel(*TIMED, "--methods", "halos", "--out", tmp_path / "whole")[0] == 0
     directory, now = tmp_path / "out" / "halos-seed0", itertools.count()
 
-    def full(recorder: Recorder, path: Path) -> None:
+    def full(recorder: Recorder, path: Path, learning_rate: object) -> None:
         path.write_text("half of")
         raise OSError(errno.ENOSPC, "No space left on device", str(directory / "metrics.jsonl"))
 
@@ -1011,7 +1011,11 @@ def test_a_disk_that_is_full_at_the_end_costs_nothing_that_was_saved(
             *TIMED, "--methods", "halos", "--checkpoint-every", "30s", "--out", tmp_path / "out"
         )
     assert (code, lines[-1]) == (1, f"archipel: {directory}/metrics.jsonl: No space left on device")
-    assert {path.name for path in directory.iterdir()} == {"recipe.yaml", "checkpoint"}
+    assert {path.name for path in directory.iterdir()} == {
+        "recipe.yaml",
+        "metrics.jsonl",  # as far as the run had come
+        "checkpoint",
+    }
     assert archipel("resume", directory)[0] == 0
     assert files(directory).items() >= files(tmp_path / "whole" / "halos-seed0").items()
 

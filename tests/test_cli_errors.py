@@ -266,7 +266,7 @@ def test_heads_that_do_not_divide_the_width(refused: Any, tmp_path: Path) -> Non
         (
             "diloco.inner_steps=3",
             "--set diloco.inner_steps=3: 'diloco' is none of halos, topology, profile, task, "
-            "pipeline, wire, run, faults, bad_updates",
+            "pipeline, wire, track, run, faults, bad_updates",
         ),
         (
             "runs.seed=3",

@@ -122,7 +122,7 @@ def test_whole_sections_can_be_swept_and_names_are_as_long_as_they_must_be(tmp_p
     assert [key.name for key in keys] == ["local_lr", "global_lr", "wire.name", "task.name"]
 
 
-SECTIONS = "method, topology, profile, task, pipeline, run, wire, faults, bad_updates"
+SECTIONS = "method, topology, profile, task, pipeline, run, wire, track, faults, bad_updates"
 ONCE = "is given twice; give it in one place"
 
 
