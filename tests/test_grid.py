@@ -122,7 +122,7 @@ def test_whole_sections_can_be_swept_and_names_are_as_long_as_they_must_be(tmp_p
     assert [key.name for key in keys] == ["local_lr", "global_lr", "wire.name", "task.name"]
 
 
-SECTIONS = "method, topology, profile, task, pipeline, run, wire, track, faults, bad_updates"
+SECTIONS = "method, topology, profile, task, pipeline, run, wire, faults, bad_updates"
 ONCE = "is given twice; give it in one place"
 
 
@@ -166,6 +166,7 @@ def test_a_file_that_is_no_sweep_is_told(change: dict[str, Any], said: str) -> N
             "accumulate=8: halo.accumulate: unknown section 'halo' (did you mean 'halos'?); "
             f"allowed: halos, {SECTIONS}",
         ),
+        ("track", ["wandb"], "track: nothing that a simulation does depends on it"),
         ("live.pace", ["none"], "live.pace: nothing that a simulation does depends on it"),
         (
             "halos.accumulate",
@@ -266,6 +267,7 @@ def test_only_the_very_same_recipe_is_kept(tmp_path: Path, monkeypatch: pytest.M
     both = ["accumulate=4-seed0", "accumulate=8-seed0"]
     assert swept() == both
     assert swept() == []
+    assert swept(recipe={**TIMED, "live": {"deadline_s": 50.0}, "track": "tensorboard"}) == []
     assert swept(grid={"halos.accumulate": [4, 16]}) == ["accumulate=16-seed0"]
     assert swept(seeds=2) == ["accumulate=4-seed1", "accumulate=8-seed1"]
     assert swept(recipe={**TIMED, "run": {"steps": 700}}) == both

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,12 @@ def test_where_there_is_no_model_it_is_told(folder: Path, tmp_path: Path, traine
     package.simulate(recipe, out=tmp_path / "none")
     with pytest.raises(UserError, match="no folder 'model' in diloco-seed0; task causal_lm leaves"):
         package.generate(tmp_path / "none", "the")
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(trained: Path, tmp_path: Path) -> None:
+    shutil.copy(trained / "model" / "config.json", tmp_path)
+    with pytest.raises(UserError, match="no language model with a tokenizer: "):
+        package.generate(tmp_path, "the")
 
 
 def test_of_several_runs_one_is_to_be_named(trained: Path, tmp_path: Path) -> None:

@@ -200,3 +200,11 @@ def test_commands_that_begin_together_each_have_a_folder(recipes: Path) -> None:
     said = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], said
     assert len(list((recipes / "runs").glob("run-*/diloco-seed0/summary.json"))) == 3
+
+
+def test_a_run_that_has_been_saved_is_one_whatever_a_tracker_has_put_there(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("method: halos\n")
+    (tmp_path / "mine.csv").write_text("1,2\n")
+    assert not rundir.is_run_directory(tmp_path)
+    (tmp_path / rundir.CHECKPOINTS).mkdir()
+    assert rundir.is_run_directory(tmp_path)

@@ -188,3 +188,15 @@ def test_runs_without_losses_show_the_time_of_a_step() -> None:
     assert figure.axes[0].get_ylabel() == "time per inner step (s)"
     assert [point[1] for point in bars(figure.axes[0])[0]] == [0.1, 0.1]
     assert caption.startswith("Time per inner step (s) against k.")
+
+
+@pytest.mark.parametrize("values", [(0.1, 0.2), tuple(range(9))])
+def test_where_no_setting_has_a_number_for_all_its_seeds_nothing_of_it_is_drawn(
+    values: tuple[float, ...],
+) -> None:
+    """One seed of each setting has diverged, or never meets the target."""
+    keys = [key("accumulate", 4, 8), key("global_lr", *values)]
+    assert drawn(keys, lambda *at: None if at[-1] == 0 else 3.0) == []
+    [(_, figure, _)] = drawn(keys, lambda *at: 3.5 if at[-1] == 0 else 3.0, target=3.2)
+    names = [axes.get_ylabel() + axes.get_title() for axes in figure.axes]
+    assert not any("time to loss" in name for name in names)

@@ -422,6 +422,10 @@ def make_with(lr, *, momentum=0.0):
     return Task(model, loss, batches, sgd)
 
 
+def make_named(name):
+    return make()
+
+
 def make_nothing():
     return None
 
@@ -468,6 +472,7 @@ def test_the_keys_of_a_task_are_its_functions_arguments(own: str) -> None:
         ),
         ("make_with", {"momentum": 0.9}, "task.lr is missing: "),
         ("make", {"lr": 0.1}, "has no argument 'lr'; it has no arguments"),
+        ("make_named", {}, "has an argument `name`, and task.name is the file's: rename it"),
     ],
 )
 def test_a_setting_that_the_function_does_not_take_is_named(

@@ -245,6 +245,44 @@ def test_a_run_that_was_stopped_goes_on_and_nothing_is_told_twice(
     assert logged == steps
 
 
+@pytest.mark.parametrize("task", [TASK, "none"])
+def test_a_tracker_that_cannot_begin_costs_a_stopped_run_nothing(
+    task: Any, own: str, tmp_path: Path
+) -> None:
+    fields = recipe(task=task, track=own, run={"steps": 400, "evaluations": 10})
+
+    def stop(_: str, steps: int, *__: object) -> None:
+        if 120 < steps < 200:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(package.Interrupted):
+        package.simulate(fields, processes=1, out=tmp_path / "out", progress=stop)
+    before = [told[2] for told in heard() if told[0] == "log"]
+    path = Path(own.removesuffix(":make"))
+    text = path.read_text()
+    path.write_text(text.replace('heard.append(("begin"', 'raise OSError("no server"); (("begin"'))
+    with pytest.raises(UserError, match=r"cannot begin: .*OSError: no server"):
+        package.resume(tmp_path / "out", processes=1)
+    path.write_text(text)
+    package.resume(tmp_path / "out", processes=1)
+    after = [told[2] for told in heard() if told[0] == "log"]
+    assert sorted(before + after) == sorted(set(before + after))
+    assert after[-1] == 400
+
+
+def test_of_two_trackers_the_one_that_has_begun_is_ended_if_the_other_cannot(
+    own: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other_tracker.py"
+    other.write_text(
+        textwrap.dedent(OWN).replace('heard.append(("begin"', 'raise OSError("closed"); (("begin"')
+    )
+    with pytest.raises(UserError, match="cannot begin"):
+        package.simulate(recipe(track=[own, f"{other}:make"]), out=tmp_path / "out")
+    assert heard()[-1] == ("end", None)
+    assert not (tmp_path / "out").exists()
+
+
 # TensorBoard and Weights & Biases
 
 
@@ -317,6 +355,7 @@ def test_wandb_has_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"name": "wandb", "mode": "off"}, "track.mode"),
         ({"name": "wandb", "projekt": "x"}, "(did you mean 'project'?)"),
         ([3], "track = 3"),
+        (["wandb", "wandb"], "track: wandb is named twice"),
     ],
 )
 def test_a_mistake_is_named(track: Any, said: str) -> None:
@@ -349,7 +388,7 @@ def test_a_tracker_that_fails_is_told_nothing_more(own: str, tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="failed, and the run goes on without it: .*OSError: full"):
         result = package.simulate(recipe(track=own), processes=1, out=tmp_path / "out")
     assert result.summary["stopped"] == "steps"
-    assert [told[0] for told in heard()] == ["begin"]
+    assert [told[0] for told in heard()] == ["begin", "end"]
 
 
 def test_a_run_that_fails_ends_without_a_summary(own: str, tmp_path: Path) -> None:

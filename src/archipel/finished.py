@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,7 +65,7 @@ def models(directory: Path) -> dict[str, Path]:
         UserError: there is none.
     """
     if (directory / "config.json").is_file():
-        return {directory.name: directory}
+        return {directory.resolve().name: directory}
     if not directory.is_dir():
         raise UserError(f"there is no folder {str(directory)!r}{seen_from(directory)}")
     runs = report.find(directory)
@@ -75,6 +77,9 @@ def models(directory: Path) -> dict[str, Path]:
             f"{directory}: no folder {MODEL!r} in {', '.join(run.name for run in runs)}; task "
             "causal_lm leaves one, and a Task with `export`"
         )
+    if len(found) < len(runs):
+        without = ", ".join(run.name for run in runs if run.name not in found)
+        warnings.warn(f"left out, for there is no folder {MODEL!r}: {without}", stacklevel=2)
     return found
 
 
@@ -104,10 +109,13 @@ def generate(
     if not 0 <= temperature < float("inf"):
         raise UserError(f"--temperature {temperature}: must be 0 or more")
     transformers = library("transformers", "`archipel generate` needs")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(_device()).eval()
+    with _loading(folder):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).to(_device()).eval()
     start = prompt or tokenizer.eos_token  # a text begins where the one before it ended
     numbers = tokenizer(start, return_tensors="pt").input_ids.to(model.device)
+    if not numbers.numel():
+        raise UserError(f"{folder}: its tokenizer makes no token of --prompt {prompt!r}")
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and numbers.shape[1] + tokens > longest:
         raise UserError(
@@ -170,7 +178,8 @@ def evaluate(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     scores = []
     for run, folder in folders.items():
-        model = hugging_face(pretrained=str(folder), device=_device(), batch_size=batch_size)
+        with _loading(folder):
+            model = hugging_face(pretrained=str(folder), device=_device(), batch_size=batch_size)
         try:
             found = lm_eval.simple_evaluate(
                 model,
@@ -194,6 +203,16 @@ def _only(found: dict[str, Path], directory: Path) -> Path:
     if len(found) > 1:
         raise UserError(f"{directory} holds several runs; name one of {', '.join(found)}")
     return next(iter(found.values()))
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """Whatever `transformers` says against a folder is one line."""
+    try:
+        yield
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{folder}: no language model with a tokenizer: {said}") from error
 
 
 def _device() -> str:

@@ -35,7 +35,7 @@ from archipel.series import Progress, say_nothing, simulate_all
 from archipel.sim.topology import Strict
 from archipel.yamlfile import read_mapping
 
-SWEPT = tuple(key for key in KEYS if key not in ("label", "live"))
+SWEPT = tuple(key for key in KEYS if key not in ("label", "live", "track"))
 """The sections of a recipe that a simulation heeds."""
 
 
@@ -236,7 +236,7 @@ def _name(key: str, keys: Mapping[str, Any]) -> str:
 
 def _check_key(key: Key, recipe: Mapping[str, Any]) -> None:
     """Raise a `UserError` if a key or one of its values cannot be one, or is given twice."""
-    if key.key.partition(".")[0] in ("live", "label"):
+    if key.key.partition(".")[0] in ("live", "label", "track"):
         raise UserError(f"grid: {key.key}: nothing that a simulation does depends on it")
     if key.key == "run.seed":
         raise UserError("grid: run.seed: seeds are no setting; say how many, as in `seeds: 3`")

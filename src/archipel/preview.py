@@ -40,6 +40,7 @@ from archipel.run.wire import BYTES_PER_ENTRY
 from archipel.sections import RunConfig
 from archipel.sim.topology import MEASURED, Link, Topology
 from archipel.simulation import make_simulator, measure_profile
+from archipel.tracking import trackers_of
 from archipel.train.configs import NoTask
 from archipel.train.footprint import Footprint, footprint_of
 from archipel.train.task import Schedule, Task, make_task
@@ -150,6 +151,7 @@ def preview(recipe: Recipe, processes: int | None = None, *, live: bool = False)
         TrainingError: it would not come to its end.
     """
     check_reachable(recipe)
+    trackers_of(recipe.track)
     if live:
         check_live(recipe)
     with _noting_warnings() as noted:

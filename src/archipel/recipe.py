@@ -444,7 +444,11 @@ def _track(value: Any) -> tuple[TrackConfig, ...]:
     if value is None:
         return ()
     several = value if isinstance(value, list) else [value]
-    return tuple(checked(TrackConfig, section(one, "track"), "track") for one in several)
+    found = tuple(checked(TrackConfig, section(one, "track"), "track") for one in several)
+    names = [one.name for one in found]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"track: {min(repeated)} is named twice")
+    return found
 
 
 def _bad_updates(fields: Any) -> ScreeningConfig | Literal[False] | None:

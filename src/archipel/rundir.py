@@ -41,7 +41,7 @@ from archipel.run.metrics import LearningRate, Recorder
 from archipel.sections import TRACKERS
 from archipel.train.task import Task
 from archipel.vector import Layout
-from archipel.yamlfile import read_mapping
+from archipel.yamlfile import parse, read_mapping
 
 CHECKPOINTS = "checkpoint"
 """The folder of a run directory that holds its checkpoints, until the run has ended."""
@@ -60,6 +60,8 @@ LEFT = {
     *TRACKERS,
 }
 """What can be in a run directory."""
+UNHEEDED = {"live", "track"}
+"""Sections of a recipe on which nothing depends that a simulation does."""
 INTERRUPTED = "interrupted"
 """What a summary says under `stopped` if Ctrl-C did it."""
 DIVERGED = "diverged"
@@ -186,15 +188,16 @@ def _is_open_as(descriptor: int, path: Path) -> bool:
 
 
 def is_run_directory(directory: Path) -> bool:
-    """A run has left its summary in it, or has begun in it and nobody has put anything else
-    there.
+    """A run has left its summary in it, or has been saved in it, or has begun in it and nobody has
+    put anything else there.
     """
     names = (
         {path.name.removeprefix(".") for path in directory.iterdir()}
         if directory.is_dir()
         else set()
     )
-    return "summary.json" in names or ("recipe.yaml" in names and names <= LEFT)
+    begun = "recipe.yaml" in names and (names <= LEFT or CHECKPOINTS in names)
+    return "summary.json" in names or begun
 
 
 def is_live(directory: Path) -> bool:
@@ -237,9 +240,12 @@ def goes_on(directory: Path, recipe: Recipe) -> bool:
 
 
 def _is_of(directory: Path, recipe: Recipe) -> bool:
-    """A run directory's recipe is this one, to the letter."""
+    """A run directory's recipe is this one, to the letter, but for what no simulation heeds."""
     path = directory / "recipe.yaml"
-    return path.is_file() and recipe_text(directory) == recipe.to_yaml()
+    if not path.is_file():
+        return False
+    before, now = read_mapping(path, "recipe"), parse(recipe.to_yaml())
+    return all(before.get(key) == now.get(key) for key in {*before, *now} - UNHEEDED)
 
 
 def unfinished(directory: Path) -> list[Path]:

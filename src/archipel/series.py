@@ -208,7 +208,10 @@ def _measured_before(recipes: Mapping[Path, Recipe]) -> Measured:
     measured: Measured = {}
     for directory, recipe in recipes.items():
         if recipe.profile is None and (directory / "recipe.yaml").is_file():
-            profile = load_recipe(directory / "recipe.yaml").profile
+            try:
+                profile = load_recipe(directory / "recipe.yaml").profile
+            except UserError:  # what it names is gone: it is another recipe now
+                continue
             same = replace(recipe, profile=profile).to_yaml() == rundir.recipe_text(directory)
             if profile is not None and profile.name == MEASURED and same:
                 measured.setdefault(_job(recipe), profile)

@@ -163,17 +163,22 @@ def simulate(
         started -= load_checkpoint(directory, recipe, simulator)
     else:
         rundir.start(directory, recipe)
+    try:
+        journal = journal_of(
+            trackers,
+            recipe,
+            directory,
+            "modelled",
+            replica=pool.replica if pool else None,
+            told=simulator.recorder.evaluations,
+            resumed=resumed,
+        )
+    except UserError:
+        if not resumed:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
     with interrupts() as interrupted:
         try:
-            journal = journal_of(
-                trackers,
-                recipe,
-                directory,
-                "modelled",
-                replica=pool.replica if pool else None,
-                told=simulator.recorder.evaluations,
-                resumed=resumed,
-            )
             # A bar that shows the start.
             simulator.recorder.on_progress(simulator.inner_steps, simulator.now)
             while True:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,6 +98,7 @@ class Wandb:
             resume="allow",
             dir=str(run.directory),
             config={**run.recipe, "clock": run.clock},
+            reinit="create_new",  # a program may have a run of its own
             settings=wandb.Settings(console="off"),
         )
 
@@ -126,13 +128,16 @@ class Trackers:
         Raises:
             UserError: a tracker cannot begin: the library is missing, nobody is logged in.
         """
+        begun: dict[str, Tracker] = {}
         for name, tracker in self.of.items():
             try:
                 tracker.begin(run)
-            except UserError:
-                raise
-            except Exception as error:
+            except BaseException as error:
+                Trackers(begun).end(None)
+                if isinstance(error, UserError) or not isinstance(error, Exception):
+                    raise
                 raise UserError(f"track: {name} cannot begin: {_said(name, error)}") from error
+            begun[name] = tracker
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         self._tell(lambda tracker: tracker.log(figures, step))
@@ -146,6 +151,8 @@ class Trackers:
                 call(tracker)
             except Exception as error:
                 del self.of[name]
+                with suppress(Exception):  # it has been told to be broken
+                    tracker.end(None)
                 warnings.warn(
                     f"track: {name} failed, and the run goes on without it: {_said(name, error)}",
                     stacklevel=3,
@@ -188,7 +195,7 @@ def journal_of(
         has_loss=replica is not None,
         learning_rate=replica.learning_rate if replica is not None else None,
         listener=trackers,
-        told=sum(evaluation.has_loss for evaluation in told),
+        told=len(told) if replica is None else sum(evaluation.has_loss for evaluation in told),
     )
 
 

@@ -99,6 +99,8 @@ def launch(
             if address is not None and not insecure:
                 check_protected(machines())
             journal: Journal | None = None
+            summary: dict[str, Any] | None = None
+            made = False  # the run directory, by this launch
 
             def tell(now: Now) -> None:
                 progress(now)
@@ -111,6 +113,7 @@ def launch(
                     start(watch, meetings_of(watch, parts.pipeline, insecure=insecure))
                     if not resume:
                         rundir.start(directory, parts.recipe)
+                        made = True
                     journal = journal_of(
                         trackers,
                         parts.recipe,
@@ -122,24 +125,21 @@ def launch(
                     )
                     stopped = watch.run()
                     summary = _leave(directory, parts, watch, stopped, wall_s)
-                    journal.end(watch.course.evaluations.recorder, summary)
                     return summary
                 except KeyboardInterrupt:
                     if watch.started_s is not None:
                         watch.ask(watch.fleet.waiting("run"))
                         watch.mark_now()
                         save_all(watch)
+                    elif made:  # nothing has happened yet, and nothing could go on from there
+                        shutil.rmtree(directory, ignore_errors=True)
                     if watch.course.taken is not None:
                         summary = _leave(directory, parts, watch, INTERRUPTED, wall_s)
-                        if journal is not None:
-                            journal.end(watch.course.evaluations.recorder, summary)
-                    raise
-                except Exception:
-                    if journal is not None:
-                        journal.end(watch.course.evaluations.recorder, None)
                     raise
                 finally:
                     watch.fleet.end()
+                    if journal is not None:
+                        journal.end(watch.course.evaluations.recorder, summary)
     finally:
         torch.set_num_threads(threads)
 

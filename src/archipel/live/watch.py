@@ -112,7 +112,10 @@ class Watch:
             for node in self.on_purpose.act(self.now):
                 self._lose(node, f"{node} leaves, on purpose")
             self._restart_lost()
+            before_s = self.now
             self.progress(self.now_report())
+            if self.now > before_s + TICK_S:  # a slow tracker must not make hosts look silent
+                self.ask(self.fleet.waiting("run"))
             self.course.begin_reached()
             if self.course.wants_mark(self.inner_steps()):
                 self.mark_now()

@@ -103,7 +103,7 @@ def figures(
         target: the loss that times are drawn for; None: none are.
     """
     groups = by_label(runs)
-    quantities = _quantities(runs, target)
+    quantities = _quantities(groups, target)
     if not quantities:
         return
     seeds = len(next(iter(groups.values())))
@@ -119,8 +119,11 @@ def figures(
                 yield f"sensitivity_{key.name}", figure, caption
 
 
-def _quantities(runs: Sequence[Result], target: float | None) -> list[_Quantity]:
-    """Losses, and times to the target; of runs without losses the time of an inner step."""
+def _quantities(groups: Groups, target: float | None) -> list[_Quantity]:
+    """Losses, and times to the target, if there is a setting in which every run has one; of runs
+    without losses the time of an inner step.
+    """
+    runs = [run for group in groups.values() for run in group]
 
     def final_loss(run: Result) -> float | None:
         return None if diverged(run) else run.summary["final_loss"]
@@ -132,11 +135,14 @@ def _quantities(runs: Sequence[Result], target: float | None) -> list[_Quantity]
         return [
             _Quantity("time per inner step (s)", time_per_step_s, "no inner steps", "{:.4g}".format)
         ]
-    known = {run.summary["label"]: run for run in runs if final_loss(run) is not None}
-    if not known:
+
+    def is_known(of: Callable[[Result], float | None]) -> bool:
+        return any(all(of(run) is not None for run in group) for group in groups.values())
+
+    if not is_known(final_loss):
         return []
     quantities = [_Quantity(f"final {names[0]}", final_loss, "diverged")]
-    if target is not None and any(time_s(run) is not None for run in runs):
+    if target is not None and is_known(time_s):
         clock = clock_format(max(run.summary["time_s"] for run in runs))
         name = f"time to loss {target:.3f}"
         quantities.append(_Quantity(name, time_s, "diverged, or not all seeds meet it", clock))

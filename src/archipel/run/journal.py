@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol, TextIO
 
 from archipel.run.metrics import (
@@ -94,7 +95,8 @@ class Journal:
         """The run has ended; its last evaluation may have got the loss of the mean by now."""
         self.look(recorder)
         last = recorder.evaluations[-1] if recorder.evaluations else None
-        if summary is not None and last is not None and last is not self.latest:
+        known = last is not None and (last.has_loss or not self.has_loss)
+        if summary is not None and last is not None and known and self.latest != replace(last):
             self.told = min(self.told, self.evaluations - 1)
             self._tell(last, None)
         if self.file is not None:
@@ -116,7 +118,7 @@ class Journal:
         """Tell the listener of an evaluation and of the training losses since the one before."""
         losses = [loss for time_s, loss in self.recent if time_s <= evaluation.time_s]
         self.recent = [one for one in self.recent if one[0] > evaluation.time_s]
-        self.latest = evaluation
+        self.latest = replace(evaluation)  # what is told now: more may be known of it later
         if self.told >= self.evaluations:
             return
         self.told = self.evaluations
@@ -125,8 +127,8 @@ class Journal:
             for name in LOGGED
             if (value := getattr(evaluation, name)) is not None
         }
-        if losses or train_loss is not None:
-            figures["train_loss"] = sum(losses) / len(losses) if losses else float(train_loss or 0)
+        if (mean_loss := fmean(losses) if losses else train_loss) is not None:
+            figures["train_loss"] = mean_loss
         if self.learning_rate is not None:
             figures["learning_rate"] = self.learning_rate(evaluation.inner_steps)
         self.listener.log(figures, evaluation.inner_steps)

@@ -452,6 +452,8 @@ def _check_settings(name: str, make: Callable[..., Any], settings: Mapping[str, 
             raise UserError(
                 f"task.{key}: {name!r} has no argument {key!r}{nearest(key, named)}; {takes}"
             )
+    if "name" in named and parameters["name"].default is inspect.Parameter.empty:
+        raise UserError(f"{name!r} has an argument `name`, and task.name is the file's: rename it")
     for key in named:
         if parameters[key].default is inspect.Parameter.empty and key not in settings:
             raise UserError(f"task.{key} is missing: {name!r} needs it; give --set task.{key}=…")
