@@ -271,7 +271,7 @@ def test_heads_that_do_not_divide_the_width(refused: Any, tmp_path: Path) -> Non
         (
             "runs.seed=3",
             "--set runs.seed=3: 'runs' is none of halos, topology, profile, task, pipeline, wire, "
-            "run, faults, bad_updates (did you mean 'run'?)",
+            "track, run, faults, bad_updates (did you mean 'run'?)",
         ),
         ("halos.accumulate=0", "halos.accumulate = 0: should be greater than or equal to 1"),
         ("halos.inner_steps=0", "halos.inner_steps = 0: should be greater than or equal to 1"),
@@ -356,7 +356,7 @@ def test_nodes_that_cannot_reach_each_other(
                        "methods: async_local_sgd, diloco, halos, noloco, sync_sgd"),
         ("metod: halos", "recipe: unknown key 'metod' (did you mean 'method'?); "
                          "allowed: method, topology, profile, task, pipeline, run, live, wire, "
-                         "faults, bad_updates, label"),
+                         "track, faults, bad_updates, label"),
         ("{method: halos, run: {steps: 5, tokens: "
          "6}}", "run: steps = 5 and tokens = 6 are both given; give one of them"),
         ("{method: {name: diloco, inner_steps: "

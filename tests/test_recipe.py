@@ -449,7 +449,7 @@ def test_an_override_of_an_unknown_section_names_the_nearest(written: Any) -> No
         written("method: halos", "tsak.width=64")
     assert str(error.value) == (
         "--set tsak.width=64: unknown section 'tsak' (did you mean 'task'?); "
-        "allowed: method, topology, profile, task, pipeline, run, live, wire, faults, "
+        "allowed: method, topology, profile, task, pipeline, run, live, wire, track, faults, "
         "bad_updates, label"
     )
 
@@ -512,7 +512,7 @@ def test_a_key_given_twice_is_refused(written: Any) -> None:
         (
             halos(topologie="one-node"),
             "recipe: unknown key 'topologie' (did you mean 'topology'?); "
-            "allowed: method, topology, profile, task, pipeline, run, live, wire, faults, "
+            "allowed: method, topology, profile, task, pipeline, run, live, wire, track, faults, "
             "bad_updates, label",
         ),
         (
@@ -683,7 +683,6 @@ def test_the_name_of_a_profile_is_text() -> None:
         ({"lr": -1e-3}, "task.lr = -0.001: should be greater than 0"),
         ({"precision": "fp16"}, "task.precision = 'fp16': should be 'fp32' or 'bf16'"),
         ({"name": "none", "width": 3}, "task.width: unknown key 'width'; allowed: name"),
-        ({"name": "own.py:make", "lr": 1e-3}, "task.lr: unknown key 'lr'; allowed: name"),
         ("text", "task.path: this key is required"),
     ],
 )
