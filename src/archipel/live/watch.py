@@ -112,10 +112,7 @@ class Watch:
             for node in self.on_purpose.act(self.now):
                 self._lose(node, f"{node} leaves, on purpose")
             self._restart_lost()
-            before_s = self.now
-            self.progress(self.now_report())
-            if self.now > before_s + TICK_S:  # a slow tracker must not make hosts look silent
-                self.ask(self.fleet.waiting("run"))
+            _tell(self)
             self.course.begin_reached()
             if self.course.wants_mark(self.inner_steps()):
                 self.mark_now()
@@ -338,3 +335,11 @@ class Watch:
 
     def _tokens(self) -> int:
         return (self.course.census.plan.tokens_per_step or 0) * self.inner_steps()
+
+
+def _tell(watch: Watch) -> None:
+    """Tell how things stand. A tracker that takes long must not make hosts look silent."""
+    before_s = watch.now
+    watch.progress(watch.now_report())
+    if watch.now > before_s + TICK_S:
+        watch.ask(watch.fleet.waiting("run"))
