@@ -203,6 +203,16 @@ def test_a_mistake_of_evaluate_is_one_line(
     assert said in answer.err
 
 
+def test_json_has_null_where_a_score_is_no_number(
+    archipel: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score = package.Score("run", "task", "perplexity", float("inf"), None, 1, 0, False)
+    monkeypatch.setattr("archipel.finished.evaluate", lambda *_, **__: [score])
+    answer = archipel("evaluate", trained, "--tasks", "any", "--json")
+    assert answer.code == 0
+    assert json.loads(answer.out)[0]["value"] is None
+
+
 def test_where_there_is_no_model_it_is_told(folder: Path, tmp_path: Path, trained: Path) -> None:
     with pytest.raises(UserError, match="no run has ended there"):
         package.generate(tmp_path, "the")

@@ -151,7 +151,7 @@ class Trackers:
                 call(tracker)
             except Exception as error:
                 del self.of[name]
-                with suppress(Exception):  # it has been told to be broken
+                with suppress(Exception):  # so that it lets go of what it holds
                     tracker.end(None)
                 warnings.warn(
                     f"track: {name} failed, and the run goes on without it: {_said(name, error)}",

@@ -8,6 +8,7 @@ What belongs here: their arguments, and what they print. What does not: how docu
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -92,7 +93,10 @@ def evaluate(
         directory, tasks, few_shot=few_shot, limit=limit, batch_size=batch_size
     )
     if as_json:
-        print(json.dumps([asdict(score) for score in scores], allow_nan=False))
+        rows = [asdict(score) for score in scores]
+        for row in rows:  # JSON has no NaN and no infinity, and a perplexity may be either
+            row["value"] = row["value"] if math.isfinite(row["value"]) else None
+        print(json.dumps(rows, allow_nan=False))
         return
     table = Table(box=None)
     for name in ("run", "task", "metric", "value", "± standard error", "documents", "few-shot"):
