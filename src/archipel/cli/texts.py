@@ -105,8 +105,8 @@ def evaluate(
         arrow = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
         error = "" if score.stderr is None else f"{score.stderr:.4f}"
         shots = "" if score.few_shot is None else str(score.few_shot)
-        row = (f"{score.value:.4f}", error, f"{score.documents:,}", shots)
-        table.add_row(score.run, score.task, score.metric + arrow, *row)
+        figures = (f"{score.value:.4f}", error, f"{score.documents:,}", shots)
+        table.add_row(score.run, score.task, score.metric + arrow, *figures)
     terminal.tell(table)
     if limit is not None:
         terminal.tell(f"--limit {limit}: of the first documents alone, not the tasks' own scores")
