@@ -27,10 +27,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds import small
 
-from archipel import checkpoint, experiment, methods, outer, rundir, simulation
+from archipel import experiment, methods, outer, simulation
 from archipel.actor import NodeId, Start
-from archipel.checkpoint import Every, parse_every
-from archipel.encoding import Decoder, Encoder, Surroundings, class_of
+from archipel.disk import checkpoint, rundir
+from archipel.disk.checkpoint import Every, parse_every
+from archipel.disk.encoding import Decoder, Encoder, Surroundings, class_of
 from archipel.errors import TrainingError, UserError
 from archipel.methods import halos
 from archipel.recipe import Recipe, parse_recipe

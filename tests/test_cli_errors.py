@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from archipel import rundir
+from archipel.disk import rundir
 
 TOO_LITTLE = (
     "are too little: training, and validation on about a twentieth of them, each need 65 bytes "

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 import archipel
-from archipel import arguments, methods, report
+from archipel import methods, report
 from archipel.errors import Diverged, UserError
-from archipel.recipe import Recipe, parse_recipe
+from archipel.recipe import Recipe, arguments, parse_recipe
 
 TASK = {"name": "synthetic", "layers": 1, "width": 16, "heads": 2, "sequence": 16}
 SMALL = {**TASK, "valid_sequences": 8}

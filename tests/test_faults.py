@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from worlds import TINY, Quadratic, ledger_of, plain, small, train_with, workers_of
 
-from archipel import experiment, fuzz, methods, report, rundir, simulation
+from archipel import experiment, fuzz, methods, report, simulation
 from archipel.actor import Joined, Lost, Message, NodeId, Trained, World
+from archipel.disk import rundir
 from archipel.errors import TrainingError, UserError
 from archipel.methods import async_local_sgd
 from archipel.parameter_server import Delta, Model

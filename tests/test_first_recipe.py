@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 
 from archipel import methods
 from archipel.recipe import KEYS, load_recipe, parse_recipe
-from archipel.schema import recipe_schema
-from archipel.template import FILL_IN, template
+from archipel.recipe.schema import recipe_schema
+from archipel.recipe.template import FILL_IN, template
 from archipel.train.configs import CONFIGS
 from archipel.yamlfile import inline, parse
 

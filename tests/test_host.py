@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from archipel import checkpoint, methods, outer, simulation
+from archipel import methods, outer, simulation
 from archipel.actor import (
     Actor,
     Context,
@@ -35,6 +35,7 @@ from archipel.actor import (
     Trained,
     World,
 )
+from archipel.disk import checkpoint
 from archipel.errors import TrainingError, UserError
 from archipel.live.compute import JobFailed
 from archipel.live.host import Host

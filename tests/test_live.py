@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from archipel import simulation
 from archipel.actor import NodeId
-from archipel.checkpoint import Every
+from archipel.disk.checkpoint import Every
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.train.pool import Pool
 

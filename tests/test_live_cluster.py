@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from archipel import rundir
+from archipel.disk import rundir
 
 pytest.importorskip("ray")
 pytestmark = [

@@ -1,4 +1,4 @@
-"""`recipe.py` and `yamlfile.py`: what a recipe may leave out, that its filled-in copy is the same,
+"""`recipe/` and `yamlfile.py`: what a recipe may leave out, that its filled-in copy is the same,
 and each mistake's own line.
 """
 
@@ -20,7 +20,7 @@ from archipel.recipe import (
     parse_recipe,
     parse_settings,
 )
-from archipel.sections import LiveConfig, PipelineConfig, RunConfig
+from archipel.recipe.sections import LiveConfig, PipelineConfig, RunConfig
 from archipel.sim.topology import PRESETS, PROFILES, Profile, load_topology
 from archipel.train.configs import StdlibTask
 from archipel.train.task import make_task

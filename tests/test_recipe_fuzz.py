@@ -23,9 +23,9 @@ from archipel.recipe import (
     parse_recipe,
     parse_settings,
 )
+from archipel.recipe.sections import LiveConfig, PipelineConfig, RunConfig, TrackConfig
 from archipel.run.codec import CODECS
 from archipel.run.screening import ScreeningConfig
-from archipel.sections import LiveConfig, PipelineConfig, RunConfig, TrackConfig
 from archipel.sim.faults import Crash, FaultsConfig, Partition, RandomFaults, Slow
 from archipel.sim.topology import PRESETS, PROFILES, Link, Profile, RegionLink, Topology
 from archipel.train.configs import CONFIGS

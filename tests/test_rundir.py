@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from archipel import rundir
+from archipel.disk import rundir
 from archipel.errors import UserError
 
 SHORT = "method: diloco\ntask: none\nrun: {steps: 2000}\n"

@@ -32,8 +32,9 @@ from worlds import (
     workers_of,
 )
 
-from archipel import checkpoint, methods, report, rundir, simulation
+from archipel import methods, report, simulation
 from archipel.actor import Gradient, NodeId, Trained
+from archipel.disk import checkpoint, rundir
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.methods import noloco
 from archipel.parameter_server import Delta

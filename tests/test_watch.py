@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from archipel.actor import NodeId, Start
-from archipel.checkpoint import Every
+from archipel.disk.checkpoint import Every
 from archipel.errors import Diverged, TrainingError
 from archipel.live import fleet
 from archipel.live.course import Course

@@ -15,10 +15,10 @@ import torch
 
 from archipel import methods
 from archipel.actor import Actor, Vector, WorkerSpec, World
-from archipel.checkpoint import Every
+from archipel.disk.checkpoint import Every
 from archipel.errors import UserError
 from archipel.recipe import DEFAULT_PROFILE, Recipe
-from archipel.sections import DEFAULT_STEPS
+from archipel.recipe.sections import DEFAULT_STEPS
 from archipel.sim.schedule import make_faults
 from archipel.sim.topology import PROFILES
 from archipel.theory import moments

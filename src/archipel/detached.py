@@ -25,7 +25,8 @@ from typing import Any
 import ray
 from ray.util import list_named_actors
 
-from archipel import experiment, rundir
+from archipel import experiment
+from archipel.disk import rundir
 from archipel.errors import Interrupted, TrainingError, UserError, nearest
 from archipel.experiment import Comparison, LiveProgress
 from archipel.live.cluster import Machine, check_protected, head, on, session

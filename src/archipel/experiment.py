@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipel import report, rundir
-from archipel.arguments import check_arguments
+from archipel import report
 from archipel.assemble import check_has_loss, check_reachable, warn_of_divergence
-from archipel.checkpoint import noted_every, parse_every
+from archipel.disk import rundir
+from archipel.disk.checkpoint import noted_every, parse_every
 from archipel.errors import Diverged, Interrupted, TrainingError, UserError
 from archipel.memory import warn_of_memory
 from archipel.pyfile import check_not_importing
@@ -28,12 +28,13 @@ from archipel.recipe import (
     load_recipe,
     recipes_of,
 )
+from archipel.recipe.arguments import check_arguments
 from archipel.report import Result
 from archipel.series import Progress, say_nothing, simulate_all, simulate_each
 from archipel.yamlfile import read_mapping
 
 if TYPE_CHECKING:  # the live engine imports Ray, which takes a second
-    from archipel.checkpoint import Every
+    from archipel.disk.checkpoint import Every
     from archipel.live.health import Now
 
 DEFAULT_METHODS = "sync_sgd,diloco,diloco+dynamic_steps,async_local_sgd,noloco,halos"

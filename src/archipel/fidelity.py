@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from archipel import experiment, rundir
+from archipel import experiment
+from archipel.disk import rundir
 from archipel.errors import UserError
 from archipel.recipe import Recipe
 from archipel.report import Result

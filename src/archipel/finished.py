@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from archipel import report
-from archipel.arguments import check_arguments
+from archipel.disk.rundir import MODEL
 from archipel.errors import UserError, nearest, seen_from
-from archipel.rundir import MODEL
+from archipel.recipe.arguments import check_arguments
 from archipel.train.extra import library
 
 YAML = (".yaml", ".yml")

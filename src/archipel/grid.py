@@ -21,14 +21,15 @@ from typing import Any
 
 from pydantic import Field
 
-from archipel import report, rundir
-from archipel.arguments import check_arguments
+from archipel import report
 from archipel.assemble import check_has_loss, check_reachable, warn_of_divergence
-from archipel.checkpoint import parse_every
+from archipel.disk import rundir
+from archipel.disk.checkpoint import parse_every
 from archipel.errors import Interrupted, UserError, checked, nearest
 from archipel.experiment import check_target
 from archipel.pyfile import check_not_importing
 from archipel.recipe import KEYS, Recipe, load_recipe, section
+from archipel.recipe.arguments import check_arguments
 from archipel.report import Result, sensitivity
 from archipel.report.sensitivity import Key, Value, Values, text_of
 from archipel.series import Progress, say_nothing, simulate_all

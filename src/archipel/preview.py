@@ -33,11 +33,11 @@ from archipel.assemble import (
 from archipel.errors import UserError
 from archipel.memory import Memory, machine_bytes, memory_of, too_large
 from archipel.recipe import Recipe
+from archipel.recipe.sections import RunConfig
 from archipel.run.codec import Codec, coded_bytes
 from archipel.run.metrics import link_name
 from archipel.run.observer import Observer
 from archipel.run.wire import BYTES_PER_ENTRY
-from archipel.sections import RunConfig
 from archipel.sim.topology import MEASURED, Link, Topology
 from archipel.simulation import make_simulator, measure_profile
 from archipel.tracking import trackers_of

@@ -14,7 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archipel import report, rundir, simulation
+from archipel import report, simulation
+from archipel.disk import rundir
 from archipel.errors import Diverged, Interrupted, UserError
 from archipel.memory import warn_of_memory
 from archipel.methods import blaming
@@ -23,7 +24,7 @@ from archipel.report import Result
 from archipel.sim.topology import MEASURED, Profile
 
 if TYPE_CHECKING:
-    from archipel.checkpoint import Every
+    from archipel.disk.checkpoint import Every
     from archipel.train.pool import Pool
 
 Progress = Callable[[str, int, int, float], None]

@@ -2,7 +2,7 @@
 
 What belongs here: putting a simulator together, when it is saved, and how it goes on from a
 checkpoint. What does not: what the simulator does (`sim/`), what a run directory looks like
-(`rundir.py`), several runs (`series.py`).
+(`disk/rundir.py`), several runs (`series.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from archipel import checkpoint, methods, rundir
+from archipel import methods
 from archipel.assemble import (
     build_actors,
     check_reachable,
@@ -32,8 +32,10 @@ from archipel.assemble import (
     warn_of_precision,
     warn_of_size,
 )
-from archipel.checkpoint import Every
-from archipel.encoding import Surroundings
+from archipel.disk import checkpoint, rundir
+from archipel.disk.checkpoint import Every
+from archipel.disk.encoding import Surroundings
+from archipel.disk.rundir import CHECKPOINTS, DIVERGED, INTERRUPTED, Ended
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import Recipe
 from archipel.run.census import Plan
@@ -41,7 +43,6 @@ from archipel.run.invariants import Ledger
 from archipel.run.journal import Journal
 from archipel.run.metrics import Recorder
 from archipel.run.observer import Observer
-from archipel.rundir import CHECKPOINTS, DIVERGED, INTERRUPTED, Ended
 from archipel.sim.clock import Simulator
 from archipel.sim.network import Network
 from archipel.sim.schedule import make_faults

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from archipel.errors import UserError
 from archipel.pyfile import import_file, whereabouts
 from archipel.recipe import Recipe
+from archipel.recipe.sections import TrackConfig
 from archipel.run.journal import Journal
 from archipel.run.metrics import Evaluation
-from archipel.sections import TrackConfig
 from archipel.train.extra import library
 from archipel.train.replica import Replica
 from archipel.yamlfile import parse

@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from archipel import fuzz as fuzzing
-from archipel import methods, rundir, studies
+from archipel import methods, studies
 from archipel.cli import terminal
 from archipel.cli.options import Json, Processes, a_path
+from archipel.disk import rundir
 from archipel.errors import UserError, nearest
 from archipel.recipe import SECTIONS
 from archipel.sim.faults import KINDS, FaultsConfig, RandomFaults

@@ -1,7 +1,7 @@
 """The commands for writing a recipe: `init`, `check`, `schema`.
 
 What belongs here: the arguments of these commands, and how their answers are printed. What does
-not: what is in a first recipe (`template.py`), in the schema (`schema.py`), and what a recipe would
+not: what is in a first recipe (`recipe/template.py`), in the schema (`recipe/schema.py`), and what a recipe would
 do (`preview.py`).
 """
 
@@ -15,12 +15,12 @@ from typing import Annotated
 
 import typer
 
-from archipel import preview, template
+from archipel import preview
 from archipel.cli import terminal
 from archipel.cli.options import Json, Processes, Set, a_path, file_argument
-from archipel.recipe import DEFAULT_TASK, DEFAULT_TOPOLOGY, load_recipe, parse_settings
+from archipel.recipe import DEFAULT_TASK, DEFAULT_TOPOLOGY, load_recipe, parse_settings, template
+from archipel.recipe.schema import recipe_schema
 from archipel.report.words import in_bytes
-from archipel.schema import recipe_schema
 
 SCHEMA = "recipe.schema.json"
 """Where `init` looks for the schema, beside the recipe."""

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from archipel import experiment, grid, rundir
+from archipel import experiment, grid
 from archipel.cli import terminal
 from archipel.cli.options import (
     Address,
@@ -24,6 +24,7 @@ from archipel.cli.options import (
     file_argument,
     path_option,
 )
+from archipel.disk import rundir
 from archipel.errors import Interrupted, UserError
 from archipel.recipe import (
     DEFAULT_PROFILE,

@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from archipel import checkpoint
 from archipel.actor import (
     Actor,
     Group,
@@ -42,6 +41,7 @@ from archipel.actor import (
     Start,
     Vector,
 )
+from archipel.disk import checkpoint
 from archipel.errors import TrainingError, UserError
 from archipel.live import saves
 from archipel.live.compute import Compute, JobEnded, JobFailed

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from archipel import rundir
 from archipel.actor import NodeId, Vector
 from archipel.assemble import check_saved_by_tokens
-from archipel.checkpoint import Every
+from archipel.disk import rundir
+from archipel.disk.checkpoint import Every
+from archipel.disk.rundir import CHECKPOINTS, INTERRUPTED, LIVE, Ended
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.live.beginning import meetings_of, start
 from archipel.live.cluster import Machine, check_protected, machines, place, session
@@ -47,7 +48,6 @@ from archipel.recipe import Recipe
 from archipel.run.census import Census
 from archipel.run.journal import Journal
 from archipel.run.metrics import Recorder, merged
-from archipel.rundir import CHECKPOINTS, INTERRUPTED, LIVE, Ended
 from archipel.tracking import journal_of, trackers_of
 from archipel.train.configs import NoTask
 from archipel.vector import largest

@@ -1,7 +1,7 @@
 """What the parts of a live run are on disk, and when they are saved.
 
 What belongs here: what a host saves and goes on from, what the watch saves, and how often. What
-does not: how a state becomes files (`checkpoint.py`), who asks whom to save (`watch.py`).
+does not: how a state becomes files (`disk/checkpoint.py`), who asks whom to save (`watch.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from archipel import checkpoint
 from archipel.actor import Actor, NodeId, Vector
-from archipel.checkpoint import Encoded, Every
-from archipel.encoding import Surroundings
+from archipel.disk import checkpoint
+from archipel.disk.checkpoint import Encoded, Every
+from archipel.disk.encoding import Surroundings
 from archipel.live.protocol import SaveFolder
 from archipel.run.metrics import Evaluation, Recorder
 from archipel.run.screening import Screen

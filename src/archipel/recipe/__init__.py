@@ -18,9 +18,9 @@ from pydantic import BaseModel
 from archipel import methods
 from archipel.actor import MethodConfig
 from archipel.errors import UserError, checked, nearest
+from archipel.recipe.sections import LiveConfig, PipelineConfig, RunConfig, TrackConfig
 from archipel.run.codec import CODECS, Codec
 from archipel.run.screening import ScreeningConfig
-from archipel.sections import LiveConfig, PipelineConfig, RunConfig, TrackConfig
 from archipel.sim.faults import FaultsConfig, parse_faults
 from archipel.sim.topology import (
     MEASURED,

@@ -1,7 +1,7 @@
 """A first recipe: every section with its settings, their defaults and what they mean.
 
 What belongs here: how such a file is laid out, and which settings a beginner changes first. What
-does not: what a setting means and its default, which stand with the setting itself (`recipe.py` and
+does not: what a setting means and its default, which stand with the setting itself (`__init__.py` and
 what it imports), and writing the file (`cli/recipes.py`).
 """
 
@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from archipel import methods
 from archipel.errors import UserError
 from archipel.recipe import DEFAULT_PROFILE, DEFAULT_TASK, DEFAULT_TOPOLOGY, SECTIONS
+from archipel.recipe.sections import TRACKERS
 from archipel.run.codec import CODECS
-from archipel.sections import TRACKERS
 from archipel.sim.topology import MEASURED, PRESETS, Profile, Topology, load_topology
 from archipel.train.configs import CONFIGS, task_config
 from archipel.yamlfile import inline

@@ -32,7 +32,7 @@ import safetensors.torch
 import torch
 
 import archipel
-from archipel.encoding import MALFORMED, Decoder, Encoder, Surroundings
+from archipel.disk.encoding import MALFORMED, Decoder, Encoder, Surroundings
 from archipel.errors import TrainingError, UserError
 
 FORMAT = 1

@@ -3,7 +3,7 @@
 What belongs here: what these sections can say, and what is wrong when one of them contradicts
 itself. What does not: the sections that a part of the house reads itself (`sim/topology.py`,
 `sim/faults.py`, `run/screening.py`, `train/task.py`, `methods/`), and reading a whole recipe
-(`recipe.py`).
+(`__init__.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What belongs here: which sections a recipe has in which forms, as a schema. What does not: the
 sections' settings, which stand where they are read; and what is wrong with a recipe, which
-`recipe.py` says better, and with more to go by: a schema sees no files.
+`__init__.py` says better, and with more to go by: a schema sees no files.
 
 https://json-schema.org/draft/2020-12
 """
@@ -17,8 +17,8 @@ from pydantic.json_schema import models_json_schema
 
 from archipel import methods
 from archipel.recipe import DEFAULT_TASK, KEYS, SECTIONS
+from archipel.recipe.sections import TrackConfig
 from archipel.run.codec import CODECS
-from archipel.sections import TrackConfig
 from archipel.sim.topology import MEASURED, PRESETS, PROFILES, Profile, Topology
 from archipel.train.configs import CONFIGS
 

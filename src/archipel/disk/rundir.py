@@ -33,12 +33,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import archipel
-from archipel import checkpoint, outer
+from archipel import outer
 from archipel.actor import NodeId, Vector
+from archipel.disk import checkpoint
 from archipel.errors import UserError
 from archipel.recipe import Recipe
+from archipel.recipe.sections import TRACKERS
 from archipel.run.metrics import LearningRate, Recorder
-from archipel.sections import TRACKERS
 from archipel.train.task import Task
 from archipel.vector import Layout
 from archipel.yamlfile import parse, read_mapping

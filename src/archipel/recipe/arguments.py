@@ -1,7 +1,7 @@
 """What a Python program may give to `archipel.compare` and the like.
 
 What belongs here: the types of their arguments, and how a wrong one is told. What does not: what is
-in a recipe or a network, which say that themselves (`recipe.py`, `sim/topology.py`).
+in a recipe or a network, which say that themselves (`__init__.py`, `sim/topology.py`).
 """
 
 from __future__ import annotations
