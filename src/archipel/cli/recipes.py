@@ -1,8 +1,8 @@
 """The commands for writing a recipe: `init`, `check`, `schema`.
 
 What belongs here: the arguments of these commands, and how their answers are printed. What does
-not: what is in a first recipe (`recipe/template.py`), in the schema (`recipe/schema.py`), and what a recipe would
-do (`preview.py`).
+not: what is in a first recipe (`recipe/template.py`), in the schema (`recipe/schema.py`), and what
+a recipe would do (`preview.py`).
 """
 
 from __future__ import annotations

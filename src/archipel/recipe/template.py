@@ -1,8 +1,8 @@
 """A first recipe: every section with its settings, their defaults and what they mean.
 
 What belongs here: how such a file is laid out, and which settings a beginner changes first. What
-does not: what a setting means and its default, which stand with the setting itself (`__init__.py` and
-what it imports), and writing the file (`cli/recipes.py`).
+does not: what a setting means and its default, which stand with the setting itself (`__init__.py`
+and what it imports), and writing the file (`cli/recipes.py`).
 """
 
 from __future__ import annotations
