@@ -22,7 +22,7 @@ from rich.text import Text
 from archipel import fuzz as fuzzing
 from archipel import methods, studies
 from archipel.cli import terminal
-from archipel.cli.options import Json, Processes, a_path
+from archipel.cli.options import Json, a_path
 from archipel.disk import rundir
 from archipel.errors import UserError, nearest
 from archipel.recipe import SECTIONS
@@ -145,44 +145,6 @@ def _settings(config: type[BaseModel], prefix: str = "") -> Table:
 
 def _in_a_line(config: type[BaseModel]) -> str:
     return " ".join((config.__doc__ or "").split())
-
-
-def study(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(studies.names())}.")
-    ],
-    steps: Annotated[
-        int, typer.Option(min=100, help="Inner steps of each run.")
-    ] = studies.Settings.steps,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = studies.Settings.seeds,
-    processes: Processes = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            parser=a_path, metavar="DIR", help="Folder for runs and plots. Default: runs/NAME-DATE."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Answer one question about a method with runs of its own."""
-    chosen = studies.load(name)
-    folder = out or rundir.dated(name)
-    terminal.say(f"{chosen.TITLE} {seeds} seeds of {steps:,} inner steps.")
-    with terminal.running() as (progress, _):
-        found = chosen.run(folder, studies.Settings(steps, seeds, processes, progress))
-    if as_json:
-        print(json.dumps({**asdict(found), "plots": [str(plot) for plot in found.plots]}))
-        return
-    table = Table(*found.columns, box=None)
-    for row in found.rows:
-        table.add_row(*map(str, row))
-    for text in (
-        found.headline,
-        table,
-        found.finding,
-        f"Plots: {', '.join(map(str, found.plots))}",
-    ):
-        terminal.tell(text)
 
 
 def latency(

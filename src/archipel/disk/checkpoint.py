@@ -236,7 +236,7 @@ def _write(
             name: {"bytes": len(content), "sha256": _sha256(content)}
             for name, content in files.items()
         },
-        "versions": _versions(),
+        "versions": versions(),
         "every": every and str(every),
     }
     temporary = directory.with_name(f".{directory.name}")
@@ -277,7 +277,7 @@ def _read(directory: Path, surroundings: Surroundings, recipe: str) -> Any:
     made_with = json.loads(contents[MANIFEST]).get("versions", {})
     changed = [
         f"{name} {made_with.get(name)} then and {now} now"
-        for name, now in _versions().items()
+        for name, now in versions().items()
         if made_with.get(name) != now
     ]
     if changed:
@@ -288,7 +288,8 @@ def _read(directory: Path, surroundings: Surroundings, recipe: str) -> Any:
     return state
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions that the bits of a run depend on."""
     return {
         "archipel": archipel.__version__,
         "torch": torch.__version__,

@@ -32,7 +32,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-import archipel
 from archipel import outer
 from archipel.actor import NodeId, Vector
 from archipel.disk import checkpoint
@@ -418,11 +417,7 @@ def summarize(recipe: Recipe, ended: Ended, stopped: str, wall_s: float) -> dict
         "processes": ended.processes,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.cuda.device_count()} "
         "GPUs",
-        "versions": {
-            "archipel": archipel.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": checkpoint.versions(),
     }
 
 

@@ -1,37 +1,63 @@
 """Studies: one file a question, each answered with numbers, a plot, and the run directories behind
 them.
 
-A study offers `TITLE`, the question in one line, and `run(out, settings)`, which makes its runs and
-returns `Findings`. A new file is a new study, `archipel study NAME`: nothing is registered.
+A study offers
+
+- `TITLE`, the question in one line;
+- `QUICK` and `FULL`, two sizes: seconds to a few minutes, and as long as a verdict needs;
+- `recipes(size)`, the grid of runs that answer it;
+- `answer(runs, size, out)`, what these say: `Findings`, with plots in the folder `out`.
+
+A new file is a new study, `archipel study NAME`: nothing is registered. What makes the runs, keeps
+them, and writes the page of claims is not here (`study.py`).
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from archipel.errors import UserError, nearest
-from archipel.series import Progress, say_nothing
+from archipel.recipe import Recipe
+from archipel.report import Result
+
+Verdict = Literal["holds", "does not hold", "cannot be told"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings that every study has.
+class Size:
+    """How large a study is.
 
     Attributes:
         steps: inner steps of each run, of all its workers together.
         seeds: how many runs there are of each kind.
-        processes: processes that compute gradients; None: one a core, or one a GPU.
-        progress: is called while runs go on, with how far they are.
     """
 
-    steps: int = 10_000
-    seeds: int = 3
-    processes: int | None = None
-    progress: Progress = say_nothing
+    steps: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of a paper, or one doubt of its readers, and what was seen.
+
+    Attributes:
+        claim: what is said, in a sentence.
+        source: where it is said.
+        seen: the figures of this study that bear on it.
+        verdict: what follows from them; with its reason where it cannot be told.
+        reason: why, in a few words; empty where the figures say it.
+    """
+
+    claim: str
+    source: str
+    seen: str
+    verdict: Verdict
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,14 +65,14 @@ class Findings:
     """What a study has found.
 
     Attributes:
-        headline: what is real and what is modelled.
         finding: the answer in a sentence or two, with its figures.
+        claims: what follows for the papers' claims.
         columns, rows: a table.
         plots: PNG files.
     """
 
-    headline: str
     finding: str
+    claims: list[Claim]
     columns: list[str]
     rows: list[list[Any]]
     plots: list[Path]
@@ -56,9 +82,16 @@ class Study(Protocol):
     """What a file in this folder offers."""
 
     TITLE: str
+    QUICK: Size
+    FULL: Size
 
-    def run(self, out: Path, settings: Settings) -> Findings:
-        """Make the runs in the folder `out`, and answer from them."""
+    def recipes(self, size: Size) -> list[Recipe]:
+        """The runs that are made; those that share a pool follow each other."""
+
+    def answer(self, runs: Sequence[Result], size: Size, out: Path) -> Findings:
+        """What the runs say. A run that has diverged is among them, with what happened until then;
+        its summary says so (`report.comparison.diverged`).
+        """
 
 
 def names() -> list[str]:

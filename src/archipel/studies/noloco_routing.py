@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from archipel import report
-from archipel.errors import Diverged
-from archipel.recipe import parse_recipe
-from archipel.series import simulate_all
-from archipel.studies import Findings, Settings
+from archipel.recipe import Recipe, parse_recipe
+from archipel.report import Result, intervals
+from archipel.studies import Claim, Findings, Size, Verdict
 
 TITLE = (
     "What do random routes between pipeline stages do to NoLoCo's loss, and to the spread of "
@@ -30,6 +28,7 @@ TITLE = (
 )
 STAGES, REPLICAS, MICRO_BATCHES = 2, 4, 2
 OUTER_STEPS = 50
+QUICK, FULL = Size(steps=1_000, seeds=2), Size(steps=10_000, seeds=5)
 ROUTINGS = ("fixed", "random")
 OUTER: dict[str, dict[str, Any]] = {
     "without": {"group_size": 1, "alpha": 0.0, "beta": 1.0, "gamma": 0.0},
@@ -37,10 +36,10 @@ OUTER: dict[str, dict[str, Any]] = {
 }
 
 
-def run(out: Path, settings: Settings) -> Findings:
+def recipes(size: Size) -> list[Recipe]:
     """For each seed a run on fixed and on random routes, without and with an outer step."""
-    inner_steps = max(1, settings.steps // (REPLICAS * OUTER_STEPS))
-    recipes = [
+    inner_steps = max(1, size.steps // (REPLICAS * OUTER_STEPS))
+    return [
         parse_recipe(
             {
                 "label": f"{routing}-routes-{outer}-outer-step",
@@ -55,11 +54,12 @@ def run(out: Path, settings: Settings) -> Findings:
         )
         for routing in ROUTINGS  # outermost: those with one kind of routes share a pool
         for outer, fields in OUTER.items()
-        for seed in range(settings.seeds)
+        for seed in range(size.seeds)
     ]
-    results, diverged = simulate_all(recipes, out, settings.processes, progress=settings.progress)
-    if diverged:
-        raise Diverged("; ".join(diverged))
+
+
+def answer(results: Sequence[Result], size: Size, out: Path) -> Findings:
+    """What random routes change, without and with an outer step."""
     runs = {
         (outer, routing): [
             result
@@ -69,14 +69,13 @@ def run(out: Path, settings: Settings) -> Findings:
         for outer in OUTER
         for routing in ROUTINGS
     }
-    report.write(results, out)
     return Findings(
-        headline=report.headline(results),
         finding=" ".join(
             finding(outer, runs[outer, "fixed"], runs[outer, "random"]) for outer in OUTER
         )
-        + ("" if settings.seeds > 1 else " One seed says nothing about chance.")
+        + ("" if size.seeds > 1 else " One seed says nothing about chance.")
         + " (The paper, without: a spread up to 15 % lower, a perplexity up to 4 % higher.)",
+        claims=claims(runs["without", "fixed"], runs["without", "random"]),
         columns=[
             "outer step",
             "routes",
@@ -95,16 +94,50 @@ def run(out: Path, settings: Settings) -> Findings:
 FIGURES = ("final_loss", "replica_loss", "replica_std")
 
 
-def finding(outer: str, fixed: Sequence[report.Result], random: Sequence[report.Result]) -> str:
+def claims(fixed: Sequence[Result], random: Sequence[Result]) -> list[Claim]:
+    """The published effects of routes alone, of runs without an outer step."""
+    spread, perplexity = changes(fixed, random)
+    source = "NoLoCo, its ablation of routes"
+    return [
+        Claim(
+            "Random routes alone make the replicas' spread up to 15 % smaller.",
+            source,
+            f"changed by {intervals.text([100 * one for one in spread], '+.1f')} %",
+            *_verdict(intervals.interval(spread)),
+        ),
+        Claim(
+            "Random routes alone cost up to 4 % of perplexity.",
+            source,
+            f"changed by {intervals.text([100 * one for one in perplexity], '+.1f')} %",
+            *_verdict(intervals.interval([-one for one in perplexity])),
+        ),
+    ]
+
+
+def _verdict(change: tuple[float, float]) -> tuple[Verdict, str]:
+    """Of the interval of a change that is said to be below zero."""
+    low, high = change
+    if high < 0:
+        return "holds", ""
+    if low > 0:
+        return "does not hold", "the change is the other way"
+    return "cannot be told", "the interval has zero in it"
+
+
+def changes(fixed: Sequence[Result], random: Sequence[Result]) -> tuple[list[float], list[float]]:
+    """By which part of it random routes change the spread, and the replicas' own perplexity; pairs
+    of one seed.
+    """
+    pairs = list(zip(fixed, random, strict=True))
+    return (
+        [b.summary["replica_std"] / a.summary["replica_std"] - 1 for a, b in pairs],
+        [math.expm1(b.summary["replica_loss"] - a.summary["replica_loss"]) for a, b in pairs],
+    )
+
+
+def finding(outer: str, fixed: Sequence[Result], random: Sequence[Result]) -> str:
     """What random routes change, of runs that differ in nothing else: pairs of the same seed."""
-    spread = [
-        b.summary["replica_std"] / a.summary["replica_std"] - 1
-        for a, b in zip(fixed, random, strict=True)
-    ]
-    perplexity = [
-        math.expm1(b.summary["replica_loss"] - a.summary["replica_loss"])
-        for a, b in zip(fixed, random, strict=True)
-    ]
+    spread, perplexity = changes(fixed, random)
     return (
         f"{outer.capitalize()} an outer step, random routes change the spread by {percent(spread)} "
         f"and the replicas' own perplexity by {percent(perplexity)}."
@@ -123,7 +156,7 @@ def mean_and_sd(values: Sequence[float]) -> str:
     return f"{float(np.mean(values)):.4g}{deviation}"
 
 
-def plot(runs: dict[tuple[str, str], list[report.Result]], path: Path) -> Path:
+def plot(runs: dict[tuple[str, str], list[Result]], path: Path) -> Path:
     """The spread and the replicas' own loss over the run, every seed a line."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     names = {

@@ -20,7 +20,9 @@ question.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -28,18 +30,19 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
-from archipel import report
+from archipel.disk import rundir
 from archipel.errors import Diverged
 from archipel.methods import noloco
 from archipel.recipe import Recipe, parse_recipe
-from archipel.series import simulate_all
-from archipel.studies import Findings, Settings
+from archipel.report import Result
+from archipel.studies import Claim, Findings, Size
 from archipel.theory import moments
 from archipel.train.task import Schedule
 
 TITLE = "Do NoLoCo's replicas drift apart outside the window of its averaging strength?"
 WORKERS, OUTER_STEPS, BETA = 8, 50, 0.7
 ALPHAS_AND_GAMMAS = ((0.9, 1.5), (0.9, 0.7), (0.9, 0.2), (0.5, 0.7))
+QUICK, FULL = Size(steps=800, seeds=1), Size(steps=10_000, seeds=5)
 COLORS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
 LEGEND = (
     "Factors of the replicas' standard deviation in one outer step: √ρ and typical, in a flat "
@@ -57,19 +60,27 @@ Curve = npt.NDArray[np.float64]
 """One value an outer step, from the first one's end on: shape (OUTER_STEPS,)."""
 
 
-def run(out: Path, settings: Settings) -> Findings:
+def recipes(size: Size) -> list[Recipe]:
     """One NoLoCo run for each setting and seed, evaluated after every outer step."""
-    inner_steps = max(1, settings.steps // (WORKERS * OUTER_STEPS))
-    recipes = [
-        _recipe(*key, inner_steps, seed)
-        for key in ALPHAS_AND_GAMMAS
-        for seed in range(settings.seeds)
+    inner_steps = _inner_steps(size)
+    return [
+        _recipe(*key, inner_steps, seed) for key in ALPHAS_AND_GAMMAS for seed in range(size.seeds)
     ]
-    # Runs that diverged leave nothing; the others still answer.
-    every, diverged = simulate_all(recipes, out, settings.processes, progress=settings.progress)
+
+
+def _inner_steps(size: Size) -> int:
+    return max(1, size.steps // (WORKERS * OUTER_STEPS))
+
+
+def answer(results: Sequence[Result], size: Size, out: Path) -> Findings:
+    """How fast the spread grows or shrinks in each setting, beside the theory."""
+    inner_steps = _inner_steps(size)
+    # A run that has diverged has no curve to its end; the others still answer.
+    lost = [one for one in results if one.summary["stopped"] == rundir.DIVERGED]
+    every = [one for one in results if one not in lost]
     if not every:
-        raise Diverged("; ".join(diverged))
-    runs: dict[Key, list[report.Result]] = {}
+        raise Diverged(f"all {len(lost)} runs have diverged")
+    runs: dict[Key, list[Result]] = {}
     for result in every:
         key = result.summary["settings"]["alpha"], result.summary["settings"]["gamma"]
         runs.setdefault(key, []).append(result)
@@ -81,16 +92,15 @@ def run(out: Path, settings: Settings) -> Findings:
     pairs = zip(runs[fitted], predictions[fitted], strict=True)
     kick = math.exp(np.mean([np.log(curve(run, "replica_std") / line) for run, line in pairs]))
     predictions = {key: [kick * line for line in lines] for key, lines in predictions.items()}
-    report.write(every, out)
     return Findings(
-        headline=report.headline(every),
         finding="\n".join(
             [
                 *(_finding(key, runs[key]) for key in runs),
-                *(f"Without figures: {one}" for one in diverged),
+                *(f"Without figures: {one.directory.name} has diverged" for one in lost),
                 LEGEND,
             ]
         ),
+        claims=[claim(runs)],
         columns=[
             "α",
             "γ",
@@ -129,7 +139,7 @@ def _recipe(alpha: float, gamma: float, inner_steps: int, seed: int) -> Recipe:
     )
 
 
-def curve(run: report.Result, key: str) -> Curve:
+def curve(run: Result, key: str) -> Curve:
     """`key` of the evaluation after each outer step; not that of the untrained model."""
     return np.array([line[key] for line in run.evals[1:]])
 
@@ -200,7 +210,34 @@ def predicted(alpha: float, gamma: float, inner_steps: int, seed: int) -> Curve:
     return np.array(spread)
 
 
-def _row(key: Key, runs: list[report.Result], predictions: list[Curve]) -> list[Any]:
+def claim(runs: dict[Key, list[Result]]) -> Claim:
+    """The window of the theorem, on a network: in which settings the spread grows."""
+    factors = {
+        key: fmean(growth(curve(run, "replica_std")) for run in group)
+        for key, group in runs.items()
+    }
+    inside = {key: _is_inside(key) for key in runs}
+    agree = sum((factors[key] < 1) == inside[key] for key in runs)
+    seen = "; ".join(
+        f"α = {alpha}, γ = {gamma} ({'inside' if inside[alpha, gamma] else 'outside'}): "
+        f"{factor:.3f} an outer step"
+        for (alpha, gamma), factor in factors.items()
+    )
+    return Claim(
+        "Replicas drift apart outside the window of γ, and not inside it.",
+        "the doubt that γ is never reported; docs/theory.md",
+        seen,
+        "holds" if agree == len(runs) else "does not hold",
+        "" if agree == len(runs) else f"{agree} of {len(runs)} settings are as the theorem says",
+    )
+
+
+def _is_inside(key: Key) -> bool:
+    low, high = moments.gamma_window(moments.Setting(key[0], BETA, key[1], workers=WORKERS))
+    return low < key[1] < high
+
+
+def _row(key: Key, runs: list[Result], predictions: list[Curve]) -> list[Any]:
     """One setting: factors of the spread in an outer step, the last spread, and both losses; see
     `LEGEND`.
     """
@@ -223,7 +260,7 @@ def _row(key: Key, runs: list[report.Result], predictions: list[Curve]) -> list[
     ]
 
 
-def _finding(key: Key, runs: list[report.Result]) -> str:
+def _finding(key: Key, runs: list[Result]) -> str:
     """What happened with one setting, mean over seeds."""
     low, high = moments.gamma_window(moments.Setting(key[0], BETA, key[1], workers=WORKERS))
     side = "inside" if low < key[1] < high else "outside"
@@ -248,9 +285,7 @@ def _least(loss: Curve) -> str:
     return f"least after outer step {after} and ends {loss[-1] - loss.min():.3f} above"
 
 
-def plot(
-    runs: dict[Key, list[report.Result]], predictions: dict[Key, list[Curve]], path: Path
-) -> Path:
+def plot(runs: dict[Key, list[Result]], predictions: dict[Key, list[Curve]], path: Path) -> Path:
     """Spread, replicas' loss and loss of their mean over outer steps: a line a run, a colour a
     setting; predictions dashed.
     """

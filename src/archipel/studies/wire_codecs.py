@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from archipel import methods, report
-from archipel.errors import Diverged
-from archipel.recipe import parse_recipe
+from archipel import methods
+from archipel.recipe import Recipe, parse_recipe
+from archipel.report import Result
 from archipel.report.comparison import time_to_target_s
 from archipel.run.codec import CODECS
-from archipel.series import simulate_all
-from archipel.studies import Findings, Settings
+from archipel.studies import Findings, Size
 
 TITLE = "What do bf16, int8 and int4 on the wire save of each method's time, and cost of its loss?"
 TOPOLOGY: dict[str, Any] = {
@@ -43,44 +42,41 @@ SETTINGS: Mapping[str, Any] = {
     "buffer": 8,
 }
 """Of each method, where it has them."""
-PARTS = 8
-"""Each run has so small a part of the steps that are asked for, for there are many runs."""
+QUICK, FULL = Size(steps=160, seeds=1), Size(steps=1_250, seeds=5)
 
-Runs = Mapping[tuple[str, str], Sequence[report.Result]]
+Runs = Mapping[tuple[str, str], Sequence[Result]]
 """By method and codec, in the order of seeds."""
 
 
-def run(out: Path, settings: Settings) -> Findings:
+def recipes(size: Size) -> list[Recipe]:
     """For each seed a run of each method with each codec."""
-    names = methods.names()
-    steps = max(1, settings.steps // PARTS)
-    recipes = [
+    return [
         parse_recipe(
             {
                 "label": f"{name}-{codec}",
                 "method": {"name": name, **_settings_of(name)},
                 "topology": TOPOLOGY,
                 "wire": codec,
-                "run": {"steps": steps, "seed": seed},
+                "run": {"steps": size.steps, "seed": seed},
             }
         )
-        for name in names
+        for name in methods.names()
         for codec in CODECS
-        for seed in range(settings.seeds)
+        for seed in range(size.seeds)
     ]
-    results, diverged = simulate_all(recipes, out, settings.processes, progress=settings.progress)
-    if diverged:
-        raise Diverged("; ".join(diverged))
-    report.write(results, out)
+
+
+def answer(results: Sequence[Result], size: Size, out: Path) -> Findings:
+    """What each codec saves of each method's time, and what it costs of its loss."""
+    names = methods.names()
     runs: Runs = {
         (name, codec): [one for one in results if one.summary["label"] == f"{name}-{codec}"]
         for name in names
         for codec in CODECS
     }
     return Findings(
-        headline=report.headline(results),
-        finding=finding(runs)
-        + ("" if settings.seeds > 1 else " One seed says nothing about chance."),
+        finding=finding(runs) + ("" if size.seeds > 1 else " One seed says nothing about chance."),
+        claims=[],
         columns=[
             "method",
             "wire",
