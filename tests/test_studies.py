@@ -1,4 +1,4 @@
-"""Studies: what every one must offer, the statistics, and a short run of each."""
+"""Studies: what every one must offer, their own statistics, and a short run of each."""
 
 from __future__ import annotations
 
@@ -10,21 +10,33 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archipel import methods, report, simulation, studies
+from archipel import methods, report, studies, study
 from archipel.actor import NodeId
-from archipel.errors import Diverged, UserError
+from archipel.disk import rundir
+from archipel.errors import UserError
 from archipel.methods import noloco
 from archipel.run.codec import CODECS
-from archipel.studies import noloco_routing, noloco_spread, noloco_stability, wire_codecs
+from archipel.studies import (
+    Size,
+    noloco_routing,
+    noloco_spread,
+    noloco_stability,
+    wire_codecs,
+)
 from archipel.theory.moments import Setting
 from archipel.train.task import Schedule
 
 
 @pytest.mark.parametrize("name", studies.names())
-def test_it_asks_a_question(name: str) -> None:
-    study = studies.load(name)
-    assert study.TITLE.endswith("?")
-    assert callable(study.run)
+def test_it_asks_a_question_in_two_sizes(name: str) -> None:
+    asked = studies.load(name)
+    assert asked.TITLE.endswith("?")
+    assert asked.QUICK.steps <= asked.FULL.steps
+    assert asked.FULL.seeds >= 5
+    for size in (asked.QUICK, Size(steps=100, seeds=2)):
+        names = [rundir.name_of(recipe) for recipe in asked.recipes(size)]
+        assert len(set(names)) == len(names)  # each has a folder of its own
+        assert len(names) % size.seeds == 0
 
 
 def test_an_unknown_study_names_the_nearest() -> None:
@@ -100,42 +112,52 @@ def test_replicas_drift_apart_outside_the_window(
     monkeypatch.setattr(noloco_stability, "OUTER_STEPS", 10)
     monkeypatch.setattr(noloco_stability, "ALPHAS_AND_GAMMAS", ((0.9, 2.5), (0.5, 0.7)))
     small = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "valid_sequences": 8}
-    recipe_of, usual = noloco_stability._recipe, simulation.simulate
+    recipe_of = noloco_stability._recipe
 
     def small_recipe(*arguments: Any) -> Any:
         recipe = recipe_of(*arguments)
         return replace(recipe, task=recipe.task.model_copy(update=small))
 
-    def simulate_but_one(recipe: Any, pool: Any, directory: Path, *rest: Any, **more: Any) -> Any:
-        if directory.name == "alpha0.9-gamma2.5-seed1":
-            raise Diverged("alpha0.9-gamma2.5: a loss is nan")
-        return usual(recipe, pool, directory, *rest, **more)
-
     monkeypatch.setattr(noloco_stability, "_recipe", small_recipe)
-    monkeypatch.setattr(simulation, "simulate", simulate_but_one)
-    findings = noloco_stability.run(tmp_path, studies.Settings(steps=80, seeds=2, processes=1))
+    size = Size(steps=80, seeds=2)
+    made = study.make("noloco-stability", size, tmp_path, processes=1)
+    runs = [report.load(path) for path in sorted(tmp_path.glob("alpha*"))]
+    assert [claim.verdict for claim in made.findings.claims] == ["holds"]
+    runs[1] = replace(runs[1], summary={**runs[1].summary, "stopped": rundir.DIVERGED})
+    findings = noloco_stability.answer(sorted(runs, key=_alpha, reverse=True), size, tmp_path)
     outside, inside = (dict(zip(findings.columns, row, strict=True)) for row in findings.rows)
+    lost = runs[1].directory.name
+    short, whole = (inside, outside) if lost.startswith("alpha0.5") else (outside, inside)
     assert float(outside["√ρ"]) > 1 > float(inside["√ρ"])
-    assert float(outside["measured"]) > 1.1  # one seed, no ±
+    assert float(outside["measured"].split(" ± ")[0]) > 1.1
     assert float(inside["measured"].split(" ± ")[0]) < 1
+    assert " ± " in whole["measured"]
+    assert " ± " not in short["measured"]  # one seed is left
     assert "outside the window 0 to 0.44" in findings.finding
-    assert "Without figures: alpha0.9-gamma2.5: a loss is nan (seed 1)" in findings.finding
-    assert findings.headline.startswith("Real: gradients")
+    assert f"Without figures: {lost} has diverged" in findings.finding
+    assert made.headline.startswith("Real: gradients")
     assert findings.plots[0].is_file()
+
+
+def _alpha(run: report.Result) -> float:
+    return float(run.summary["settings"]["alpha"])
 
 
 @pytest.mark.slow
 def test_the_spread_of_noloco_follows_the_learning_rate(tmp_path: Path) -> None:
     """A short run; the full one has the same sign and size, see docs/theory.md."""
-    findings = noloco_spread.run(tmp_path / "out", studies.Settings(steps=800, seeds=1))
+    made = study.make("noloco-spread", Size(steps=800, seeds=1), tmp_path, processes=1)
+    findings = made.findings
     assert findings.plots[0].is_file()
     assert float(findings.rows[0][1]) > 0.8
-    assert findings.headline.startswith("Real: gradients")
+    assert made.headline.startswith("Real: gradients")
+    assert findings.claims[0].verdict == "cannot be told"  # one seed
 
 
 @pytest.mark.slow
 def test_random_routes_are_compared_with_fixed_ones(tmp_path: Path) -> None:
-    findings = noloco_routing.run(tmp_path / "out", studies.Settings(steps=200, seeds=1))
+    size = Size(steps=200, seeds=1)
+    findings = study.make("noloco-routing", size, tmp_path, processes=1).findings
     assert [row[:2] for row in findings.rows] == [
         ["without", "fixed"],
         ["without", "random"],
@@ -165,7 +187,8 @@ def test_changes_are_of_pairs_with_one_seed() -> None:
 @pytest.mark.slow
 def test_codecs_are_compared_for_every_method(tmp_path: Path) -> None:
     """A short run; the full one is in docs/decisions.md."""
-    findings = wire_codecs.run(tmp_path / "out", studies.Settings(steps=640, seeds=1))
+    size = Size(steps=640, seeds=1)
+    findings = study.make("wire-codecs", size, tmp_path, processes=1).findings
     rows = {(row[0], row[1]): row for row in findings.rows}
     assert len(rows) == 4 * len(methods.names())
     for name in methods.names():

@@ -54,7 +54,7 @@ def study_command(
         typer.Option(
             parser=a_path,
             metavar="DIR",
-            help="Put records and plots into DIR/studies, and write DIR/claims.md from all of them.",
+            help="Put records and plots into DIR/studies; DIR/claims.md is written from all there.",
         ),
     ] = None,
     as_json: Json = False,
