@@ -1,7 +1,7 @@
 """Causal language models of `transformers`, for training and back.
 
 What belongs here: which model a task means, making it, its loss, and the folder that others load.
-What does not: its data (`packed.py`), and the published shapes (`shapes.py`).
+What does not: its data (`packed.py`), adapters (`lora.py`), and the published shapes (`shapes.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch._guards import detect_fake_mode
 from torch.nn import functional as F
 
 from archipel.errors import UserError, nearest, seen_from
+from archipel.train import lora as adapters
+from archipel.train.configs import Lora
 from archipel.train.extra import library, reading
 from archipel.train.shapes import SHAPES
 from archipel.train.tokenizer import size_of
@@ -36,12 +38,14 @@ class Pretrained:
         weights: the folder or the hub's name that they are loaded from; None: they are random.
         checkpointing: activations are computed again in the backward pass, and not kept.
         blocks: make it an `nn.Sequential`, which can be cut into stages.
+        lora: train adapters alone; None: all weights.
     """
 
     config: PretrainedConfig
     weights: str | None
     checkpointing: bool
     blocks: bool
+    lora: Lora | None
 
     def make(self) -> nn.Module:
         """A new model in fp32, in training mode. Random weights are drawn from torch's generator.
@@ -50,7 +54,10 @@ class Pretrained:
             UserError: the weights do not fit the configuration.
         """
         auto = library("transformers").AutoModelForCausalLM
-        if self.weights is None or detect_fake_mode():  # then there are no values to be loaded
+        faked = detect_fake_mode()  # then there are no values to be loaded
+        if faked and self.lora:
+            model = adapters.without_values(self.config, self.lora)
+        elif faked or self.weights is None:
             model = auto.from_config(self.config, dtype=torch.float32)
         else:
             with reading(f"task.model = {self.weights!r}"):
@@ -59,16 +66,30 @@ class Pretrained:
                 )
         if self.checkpointing:
             model.activation_checkpointing_enable()
+        if self.lora and not faked:
+            adapters.adapt(model, self.lora)
         model.train()
         return blocks_of(model) if self.blocks else model
 
-    @property
-    def size(self) -> int:
-        """How many parameters it has, each counted once."""
+    def bare(self) -> PreTrainedModel:
+        """The model without values, adapters or blocks."""
         auto = library("transformers").AutoModelForCausalLM
         with torch.device("meta"):
-            model = auto.from_config(self.config, dtype=torch.float32)
-        return sum(parameter.numel() for parameter in model.parameters())
+            return auto.from_config(self.config, dtype=torch.float32)
+
+    @property
+    def size(self) -> int:
+        """How many parameters it has, each counted once, without adapters."""
+        return sum(parameter.numel() for parameter in self.bare().parameters())
+
+    @property
+    def trained(self) -> int:
+        """How many of its parameters are trained: all, or those of its adapters."""
+        model = self.bare()
+        if self.lora:
+            with torch.device("meta"):
+                adapters.adapt(model, self.lora)
+        return sum(one.numel() for one in model.parameters() if one.requires_grad)
 
 
 def pretrained(
@@ -80,6 +101,7 @@ def pretrained(
     from_scratch: bool,
     checkpointing: bool,
     blocks: bool,
+    lora: Lora | None = None,
 ) -> Pretrained:
     """The model that a task means.
 
@@ -90,11 +112,12 @@ def pretrained(
         changes: laid over the fields of its configuration.
         length: the longest sequence that it is to take, in tokens.
         from_scratch: leave weights out.
-        checkpointing, blocks: see `Pretrained`.
+        checkpointing, blocks, lora: see `Pretrained`.
 
     Raises:
-        UserError: there is no such model, or no way to make blocks of it; `changes` names a field
-            that it does not have; or it cannot take such tokens or sequences.
+        UserError: there is no such model, or no way to make blocks of it, or to put adapters in;
+            `changes` names a field that it does not have; or it cannot take such tokens or
+            sequences.
     """
     config, weights = config_of(name)
     weights = None if from_scratch else weights
@@ -116,7 +139,7 @@ def pretrained(
         given["layer_types"] = given["layer_types"][: given.get("num_hidden_layers")]
     try:
         config = type(config)(**given)
-        found = Pretrained(config, weights, checkpointing, blocks)
+        found = Pretrained(config, weights, checkpointing, blocks, lora)
         _ = found.size
     except UserError:
         raise
@@ -132,6 +155,12 @@ def pretrained(
         )
     if blocks:
         _check_blocks(config)
+    if blocks and lora:
+        raise UserError(
+            "task.lora: a model in stages (pipeline.stages, task.blocks) cannot have adapters; "
+            "leave one of them out"
+        )
+    _ = found.trained
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise UserError(
@@ -196,14 +225,14 @@ def exporter(
     """
 
     def export(state: Mapping[str, Tensor], folder: Path) -> None:
-        with torch.device("meta"):
-            made = library("transformers").AutoModelForCausalLM.from_config(
-                model.config, dtype=torch.float32
-            )
-        # The blocks are parts of the model, so what is loaded into them is loaded into it.
-        (blocks_of(made) if model.blocks else made).load_state_dict(state, assign=True)
-        made.tie_weights()
-        made.save_pretrained(folder)
+        made = model.bare()
+        if model.lora:
+            adapters.export(made, model.lora, state, model.weights, folder)
+        else:
+            # The blocks are parts of the model, so what is loaded into them is loaded into it.
+            (blocks_of(made) if model.blocks else made).load_state_dict(state, assign=True)
+            made.tie_weights()
+            made.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     return export

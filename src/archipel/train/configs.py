@@ -127,6 +127,27 @@ class TextTask(GptTask):
 Plain = bool | int | float | str | None
 
 
+class Lora(BaseModel):
+    """Low-rank adapters beside frozen weights (LoRA, arXiv 2106.09685); all defaults are `peft`'s
+    own.
+    """
+
+    model_config = TaskConfig.model_config
+
+    rank: int = Field(8, ge=1, description="columns and rows of an adapter's two matrices: r")
+    alpha: float = Field(
+        8.0, gt=0, description="an adapter's output is scaled by alpha / rank: lora_alpha"
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="share of an adapter's inputs that are left out: lora_dropout"
+    )
+    target_modules: list[str] | str | None = Field(
+        None,
+        description="names of the layers that have adapters, all-linear, or an expression that "
+        "fits their whole names; null: those that peft has for this kind of model",
+    )
+
+
 class CausalLmTask(TaskConfig):
     """Any causal language model of `transformers`, on any text that `datasets` reads."""
 
@@ -183,6 +204,11 @@ class CausalLmTask(TaskConfig):
         False,
         description="make it an nn.Sequential that can be cut into stages (GPT-NeoX, Llama, "
         "Qwen3); true by default for a model in stages",
+    )
+    lora: Lora | None = Field(
+        None,
+        description="train low-rank adapters alone, such as {rank: 8, alpha: 16}, and freeze all "
+        "else: only they travel; null: all weights are trained",
     )
     lr: Rate = 1e-3
     betas: Betas = (0.9, 0.95)

@@ -337,6 +337,7 @@ def _causal_lm_task(config: CausalLmTask) -> Task:
         from_scratch=config.from_scratch,
         checkpointing=config.gradient_checkpointing,
         blocks=config.blocks,
+        lora=config.lora,
     )
     source = Source(config.data, config.subset, config.text_column, config.region_column)
     tokens = packed(source, config.split, config.valid, tokenizer, config.cache)
@@ -372,12 +373,19 @@ def _causal_lm_task(config: CausalLmTask) -> Task:
         gradient_clip=config.gradient_clip,
         schedule=Schedule(warmup=config.warmup),
         autocast=torch.bfloat16 if config.precision == "bf16" else None,
-        description=f"{config.model}{_changed(config)} ({model.size:,} parameters, {weights}) on "
+        description=f"{config.model}{_changed(config)} ({model.size:,} parameters, {weights}"
+        f"{_adapters(config, model)}) on "
         f"{config.data} ({tokens.documents:,} documents, {sum(map(len, tokens.train)):,} tokens of "
         f"{named}, sha256 {tokens.digest[:8]}){regions}",
         loss_name="validation loss (nats per token)",
         export=causal_lm.exporter(model, tokenizer),
     )
+
+
+def _adapters(config: CausalLmTask, model: causal_lm.Pretrained) -> str:
+    if config.lora is None:
+        return ""
+    return f"; trained are {model.trained:,}, adapters of rank {config.lora.rank}"
 
 
 def _changed(config: CausalLmTask) -> str:
