@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from test_causal_lm import FAMILIES, SHARD, logits_of, problem, recipe_of, task_
 
 import archipel as package
 from archipel.errors import UserError
-from archipel.train.footprint import footprint_of, look
+from archipel.train.footprint import look
 from archipel.train.replica import layout_of
 from archipel.train.task import CPU
 
@@ -125,7 +125,8 @@ def test_adapters_are_trained_and_their_base_stays(
     assert result.summary["final_loss"] < result.evals[0]["loss"] - 0.2
     weights = load_file(result.directory / "weights.safetensors")
     frozen, _ = split(weights)
-    before = load_file(base / "model.safetensors")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     assert before.keys() == frozen.keys()
     assert all(torch.equal(frozen[name], tensor) for name, tensor in before.items())
 
@@ -133,10 +134,10 @@ def test_adapters_are_trained_and_their_base_stays(
     trained, tokens = task.model(), task.batches(SHARD, 0)
     trained.load_state_dict(weights)
     expected = logits_of(trained, tokens)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     assert (logits_of(plain, tokens) - expected).abs().max() > 0.1
     folder = result.directory / "model"
-    with pytest.warns(FutureWarning) if False else _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of `transformers`, to `peft`
         adapted = peft.PeftModel.from_pretrained(plain, folder / "adapter")
     assert torch.equal(logits_of(adapted, tokens), expected)
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
@@ -144,3 +145,125 @@ def test_adapters_are_trained_and_their_base_stays(
     merged = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert type(merged).__name__ == "GPTNeoXForCausalLM"
     torch.testing.assert_close(logits_of(merged, tokens), expected)
+
+
+def test_all_processes_have_the_same_random_base(fields: dict[str, Any], tmp_path: Path) -> None:
+    """It is drawn from the seed, in each of them; adapters without it would be of no use."""
+    left = []
+    for processes in (1, 2):
+        recipe = recipe_of(fields, run={"steps": 60, "seed": 5})
+        result = package.simulate(recipe, processes=processes, out=tmp_path / str(processes))
+        left.append(load_file(result.directory / "weights.safetensors"))
+        assert not (result.directory / "model" / "adapter").exists()
+    assert all(torch.equal(left[1][name], tensor) for name, tensor in left[0].items())
+    drawn = task_of({**fields, "lora": None}).seeded_model(5).state_dict()
+    frozen, _ = split(left[0])
+    assert drawn.keys() == frozen.keys()
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in drawn.items())
+
+
+def test_a_run_can_write_afterwards(base: Path, fields: dict[str, Any], tmp_path: Path) -> None:
+    """By its merged weights, which need no `peft`."""
+    fields = {**fields, "model": str(base), "config": {}}
+    result = package.simulate(recipe_of(fields), processes=1, out=tmp_path / "out")
+    assert package.generate(result.directory, "the cat", tokens=8)
+
+
+def test_memory_counts_adapters_and_their_base(fields: dict[str, Any]) -> None:
+    """The optimizer's state is of the adapters; the base is there once for each copy."""
+    task, bare = task_of(fields), task_of({**fields, "lora": None}).model()
+    seen, count = look(task), adapter_weights(bare, ["query_key_value"], 4)
+    assert seen is not None
+    assert seen.vector_bytes == 4 * count
+    assert seen.kept_bytes == 4 * sum(parameter.numel() for parameter in bare.parameters())
+    counters = 4 * 4  # AdamW counts the steps of each of the four matrices
+    assert seen.state_bytes == 2 * 4 * count + counters
+    assert seen.activation_bytes is not None
+
+
+def test_checkpointing_changes_no_gradient(fields: dict[str, Any]) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        task = task_of({**fields, "gradient_checkpointing": checkpointing})
+        model = task.seeded_model(0)
+        layer = model.gpt_neox.layers[0].attention.query_key_value
+        torch.nn.init.ones_(layer.lora_B.default.weight)
+        task.loss(model, task.batches(SHARD, 0)).backward()
+        gradients.append([layer.lora_A.default.weight.grad, layer.lora_B.default.weight.grad])
+    for plain, again in zip(*gradients, strict=True):
+        assert plain.abs().max() > 0
+        torch.testing.assert_close(plain, again)
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        ("all-linear", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
+        (r".*\.mlp\.dense_h_to_4h", ["dense_h_to_4h"]),
+        (["dense", "lm_head"], ["dense", "lm_head"]),
+    ],
+)
+def test_layers_can_be_chosen(targets: Any, names: list[str], fields: dict[str, Any]) -> None:
+    task = task_of({**fields, "lora": {**LORA, "target_modules": targets}})
+    bare = task_of({**fields, "lora": None}).model()
+    assert layout_of(task, task.model(), CPU).numel == adapter_weights(bare, names, 4)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"lora": {"target_modules": ["querykey_value", "dense"]}},
+            "task.lora.target_modules: the gpt_neox has no layer 'querykey_value' (did you mean "
+            "'query_key_value'?)",
+        ),
+        (
+            {"lora": {"target_modules": "nothing"}},
+            "task.lora.target_modules: Target modules nothing not found in the base model.",
+        ),
+        (
+            {"lora": LORA, "blocks": True},
+            "task.lora: a model in stages (pipeline.stages, task.blocks) cannot have adapters; "
+            "leave one of them out",
+        ),
+        (
+            {
+                "lora": {"target_modules": ["embed_in"]},
+                "config": {**FAMILIES["pythia-14m"], "tie_word_embeddings": True},
+            },
+            "task.lora.target_modules: the embedding and the output layer are one table here, "
+            "which cannot have adapters; leave them out, or untie them with task.config = "
+            "{tie_word_embeddings: false}",
+        ),
+    ],
+)
+def test_a_mistake_is_named(change: dict[str, Any], said: str, fields: dict[str, Any]) -> None:
+    assert problem({**fields, **change}).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (
+            {"r": 8},
+            "task.lora.r: unknown key 'r'; allowed: rank, alpha, dropout, target_modules",
+        ),
+        ({"rank": 0}, "task.lora.rank = 0: should be greater than or equal to 1"),
+    ],
+)
+def test_a_wrong_setting_is_named(lora: Any, said: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as error:
+        package.simulate(recipe_of({**fields, "lora": lora}))
+    assert str(error.value) == said
+
+
+def test_without_peft_the_extra_is_told(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    said = problem(fields)
+    assert said.startswith("task.lora needs peft, which cannot be imported")
+    assert said.endswith("install it with: pip install 'archipel[hf]'")
