@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+import yaml
 
 import archipel
 from archipel import grid, simulation
@@ -278,6 +279,30 @@ def test_only_the_very_same_recipe_is_kept(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"accumulate=8-seed0 is a run that has not ended"):
         swept(recipe={**TIMED, "run": {"steps": 800}})
     assert swept() == ["accumulate=8-seed0"]
+
+
+def test_a_run_is_kept_that_is_older_than_a_setting(tmp_path: Path) -> None:
+    """Its recipe lacks the setting: what it ran is today's default."""
+    told: list[tuple[str, int, int, float]] = []
+
+    def swept(steps: int) -> list[str]:
+        told.clear()
+        recipe = {**TIMED, "run": {"steps": steps}}
+        source = {"recipe": recipe, "grid": {"halos.accumulate": [4]}}
+        archipel.sweep(source, out=tmp_path, progress=lambda *now: told.append(now))
+        return ran(told)
+
+    [name] = swept(600)
+    path = tmp_path / name / "recipe.yaml"
+    fields = yaml.safe_load(path.read_text())
+    del fields["method"]["report_since"]
+    path.write_text(yaml.safe_dump(fields))
+    assert swept(600) == []
+    fields["method"]["report_since"] = "send"
+    path.write_text(yaml.safe_dump(fields))
+    assert swept(600) == [name]
+    path.write_text("nothing: {that: is}")
+    assert swept(600) == [name]
 
 
 def test_a_profile_is_measured_once_also_for_what_is_added_later(

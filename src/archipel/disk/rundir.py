@@ -36,7 +36,7 @@ from archipel import outer
 from archipel.actor import NodeId, Vector
 from archipel.disk import checkpoint
 from archipel.errors import UserError
-from archipel.recipe import Recipe
+from archipel.recipe import Recipe, load_recipe
 from archipel.recipe.sections import TRACKERS
 from archipel.run.metrics import LearningRate, Recorder
 from archipel.train.task import Task
@@ -240,11 +240,14 @@ def goes_on(directory: Path, recipe: Recipe) -> bool:
 
 
 def _is_of(directory: Path, recipe: Recipe) -> bool:
-    """A run directory's recipe is this one, to the letter, but for what no simulation heeds."""
+    """A run directory's recipe is this one, but for what no simulation heeds. A setting that is
+    younger than the run has its default there.
+    """
     path = directory / "recipe.yaml"
-    if not path.is_file():
+    try:
+        before, now = (parse(one.to_yaml()) for one in (load_recipe(path), recipe))
+    except UserError:  # there is none, or what it names is gone
         return False
-    before, now = read_mapping(path, "recipe"), parse(recipe.to_yaml())
     return all(before.get(key) == now.get(key) for key in {*before, *now} - UNHEEDED)
 
 
