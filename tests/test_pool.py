@@ -19,7 +19,7 @@ from archipel import methods, simulation
 from archipel.errors import Diverged, TrainingError, UserError
 from archipel.recipe import Recipe, parse_recipe
 from archipel.train.configs import task_config
-from archipel.train.pool import Pool
+from archipel.train.pool import Pool, Process
 from archipel.train.replica import Run
 
 TASK = {
@@ -264,6 +264,14 @@ def test_a_process_that_is_killed_is_noticed_and_nothing_is_left_running() -> No
         with pytest.raises(TrainingError, match=death):
             [promise.result() for promise in promises]
     assert all(process.poll() is not None for process in processes)
+
+
+def test_ctrl_c_never_reaches_a_pool_process() -> None:
+    """A terminal sends it to its group: a process that were still importing would end there."""
+    process = Process.start(os.memfd_create("nothing"))
+    with process.popen, process.connection:
+        assert os.getpgid(process.popen.pid) == process.popen.pid != os.getpgid(0)
+    assert process.popen.returncode == 0  # it ends when its connection does
 
 
 @pytest.mark.slow

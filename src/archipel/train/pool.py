@@ -111,6 +111,9 @@ class Process:
             pass_fds=(there.fileno(), memory),
             env={**os.environ, **threads, "PYTHONPATH": os.pathsep.join(path)},
             stdin=subprocess.DEVNULL,
+            # Ctrl-C reaches every process of a terminal's group, even one that is still importing;
+            # who started this one decides, and closes the connection.
+            process_group=0,
         )
         there.close()
         return Process(popen, here)

@@ -7,7 +7,6 @@ What belongs here: the side of the pool that computes. What does not: which job 
 from __future__ import annotations
 
 import os
-import signal
 import statistics
 import sys
 import time
@@ -195,9 +194,6 @@ def median_step_time_s(replica: Replica, shard: Shard, warm_up: int = 5, steps: 
 
 def main() -> None:
     """A pool process, started with the descriptors of its connection and of the shared memory."""
-    # Ctrl-C reaches every process of a terminal; the one that started us decides, and closes the
-    # connection.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
     except (EOFError, BrokenPipeError, ConnectionResetError):
