@@ -7,6 +7,9 @@ DEMO_ARGS = --set diloco.outer_momentum=0.5 --set async_local_sgd.outer_momentum
 # The Python that .venv is made with; 3.11 or newer.
 PYTHON ?= python3
 
+# How many processes run tests side by side.
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+
 # Touched once .venv holds what pyproject.toml and constraints.txt ask for.
 INSTALLED = .venv/.installed
 
@@ -19,8 +22,10 @@ install: $(INSTALLED) ## Make .venv with all that archipel needs
 demo: $(INSTALLED) ## Compare the methods on a simulated archipelago; the report is in runs/demo
 	.venv/bin/archipel compare --out runs/demo $(DEMO_ARGS)
 
+# Tests that start Ray or read the machine's clock have the machine to themselves. Others run side by side, a file in one process.
 test: check ## Run the checks, then all tests
-	.venv/bin/python -m pytest --durations=10
+	.venv/bin/python -m pytest -m 'not live' -n $(JOBS) --dist loadfile --durations=5
+	.venv/bin/python -m pytest -m live --durations=10
 
 check: $(INSTALLED) ## Lint, formatting and types
 	.venv/bin/ruff check

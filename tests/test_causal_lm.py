@@ -490,6 +490,7 @@ def test_noloco_trains_it_in_stages(fields: dict[str, Any], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.live
 def test_a_live_run_leaves_the_folder_too(fields: dict[str, Any], tmp_path: Path) -> None:
     transformers = importlib.import_module("transformers")
     recipe = recipe_of(

@@ -120,6 +120,7 @@ def test_a_simulated_run_leaves_a_model_that_lm_eval_scores(
     check(archipel, tmp_path, folder)
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "way"), LIVE)
 def test_so_does_a_live_run(

@@ -29,6 +29,7 @@ from archipel.train.pool import Pool
 live = pytest.importorskip("archipel.live.launch")
 rehearsal = pytest.importorskip("archipel.live.rehearsal")
 cluster = pytest.importorskip("archipel.live.cluster")
+pytestmark = pytest.mark.live
 
 
 @pytest.fixture(scope="module")

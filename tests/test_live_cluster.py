@@ -22,6 +22,7 @@ from archipel.disk import rundir
 
 pytest.importorskip("ray")
 pytestmark = [
+    pytest.mark.live,
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates"),
 ]

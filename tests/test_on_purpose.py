@@ -130,6 +130,7 @@ def decisions(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return [(outage["what"], outage["who"]) for outage in summary["outages"]]
 
 
+@pytest.mark.live
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["noloco", "halos"])
 @pytest.mark.filterwarnings("ignore::UserWarning")

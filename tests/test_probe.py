@@ -136,6 +136,7 @@ def test_a_topology_alone_does_not_say_how_long_an_inner_step_takes(
     assert "a topology does not say how long an inner step takes here" in told
 
 
+@pytest.mark.live
 def test_a_cluster_is_probed_and_a_run_foretold(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

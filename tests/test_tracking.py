@@ -133,12 +133,14 @@ def test_nothing_is_trained_and_bytes_are_told(own: str, tmp_path: Path) -> None
     assert not figures.keys() & {"loss", "learning_rate", "tokens", "train_loss"}
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_a_live_run_tells_the_same(own: str, tmp_path: Path) -> None:
     result = package.launch(recipe(track=own), out=tmp_path / "out")
     check_told(heard(), result.directory, "measured")
 
 
+@pytest.mark.live
 @pytest.mark.slow
 def test_a_live_runs_mean_of_replicas_is_told_at_the_end(own: str, tmp_path: Path) -> None:
     method = {"name": "noloco", "inner_steps": 4}

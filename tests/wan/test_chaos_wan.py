@@ -16,6 +16,7 @@ from live_network import LiveNetwork
 REASON = network.why_not()
 pytest.importorskip("ray")
 pytestmark = [
+    pytest.mark.live,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),

@@ -14,6 +14,7 @@ from live_network import LiveNetwork, recipe_of
 REASON = network.why_not()
 pytest.importorskip("ray")
 pytestmark = [
+    pytest.mark.live,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),

@@ -19,6 +19,7 @@ from archipel.sim.topology import Topology, parse_topology
 
 REASON = network.why_not()
 pytestmark = [
+    pytest.mark.live,
     pytest.mark.slow,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
