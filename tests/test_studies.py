@@ -184,6 +184,23 @@ def test_changes_are_of_pairs_with_one_seed() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "verdict", "reason"),
+    [
+        ((-0.10, -0.05), "holds", ""),
+        ((-0.50, -0.41), "does not hold", "the sign is the same, and it is more"),
+        ((0.05, 0.10), "does not hold", "the sign is another"),
+        ((-0.02, 0.01), "cannot be told", "the interval has zero in it"),
+        ((-0.20, -0.10), "cannot be told", "the interval goes beyond the published range"),
+        ((math.nan, math.nan), "cannot be told", "one seed has no interval"),
+    ],
+)
+def test_a_published_range_holds_where_the_interval_is_in_it(
+    change: tuple[float, float], verdict: str, reason: str
+) -> None:
+    assert noloco_routing._verdict(change, (-0.15, 0.0)) == (verdict, reason)
+
+
 @pytest.mark.slow
 def test_codecs_are_compared_for_every_method(tmp_path: Path) -> None:
     """A short run; the full one is in docs/decisions.md."""

@@ -103,25 +103,31 @@ def claims(fixed: Sequence[Result], random: Sequence[Result]) -> list[Claim]:
             "Random routes alone make the replicas' spread up to 15 % smaller.",
             source,
             f"changed by {intervals.text([100 * one for one in spread], '+.1f')} %",
-            *_verdict(intervals.interval(spread)),
+            *_verdict(intervals.interval(spread), (-0.15, 0.0)),
         ),
         Claim(
             "Random routes alone cost up to 4 % of perplexity.",
             source,
             f"changed by {intervals.text([100 * one for one in perplexity], '+.1f')} %",
-            *_verdict(intervals.interval([-one for one in perplexity])),
+            *_verdict(intervals.interval(perplexity), (0.0, 0.04)),
         ),
     ]
 
 
-def _verdict(change: tuple[float, float]) -> tuple[Verdict, str]:
-    """Of the interval of a change that is said to be below zero."""
+def _verdict(change: tuple[float, float], published: tuple[float, float]) -> tuple[Verdict, str]:
+    """Of the interval of a change, and the range of the published one, which has 0 at an end."""
     low, high = change
-    if high < 0:
+    least, most = published
+    if math.isnan(low):
+        return "cannot be told", "one seed has no interval"
+    if least < low and high < most:
         return "holds", ""
-    if low > 0:
-        return "does not hold", "the change is the other way"
-    return "cannot be told", "the interval has zero in it"
+    if low < 0 < high:
+        return "cannot be told", "the interval has zero in it"
+    if high < least or low > most:
+        same = (low > 0) == (most > 0)
+        return "does not hold", f"the sign is {'the same, and it is more' if same else 'another'}"
+    return "cannot be told", "the interval goes beyond the published range"
 
 
 def changes(fixed: Sequence[Result], random: Sequence[Result]) -> tuple[list[float], list[float]]:
