@@ -225,6 +225,10 @@ def test_layers_can_be_chosen(targets: Any, names: list[str], fields: dict[str, 
             "task.lora.target_modules: Target modules nothing not found in the base model.",
         ),
         (
+            {"lora": {"target_modules": "("}},
+            "task.lora.target_modules: missing ), unterminated subpattern at position 0",
+        ),
+        (
             {"lora": LORA, "blocks": True},
             "task.lora: a model in stages (pipeline.stages, task.blocks) cannot have adapters; "
             "leave one of them out",

@@ -121,6 +121,7 @@ def test_nobody_touches_a_run_that_is_going_on(archipel: Any, recipes: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.live
 def test_a_launched_run_is_left_alone_too(archipel: Any, recipes: Path) -> None:
     out, recipe = recipes / "c", recipes / "live.yaml"
     with going_on("launch", recipe, "--out", out):

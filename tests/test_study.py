@@ -132,7 +132,7 @@ def test_the_page_has_a_row_a_claim_and_a_section_a_study(tmp_path: Path) -> Non
     ) in lines
     assert [line for line in lines if line.startswith("## ")] == ["## fake", "## other"]
     assert "![fake](studies/plot.png)" in lines
-    assert "`archipel study fake --quick`: 1 seeds of 8 inner steps" in lines[-1]
+    assert "`archipel study fake --quick`: 1 seed of 8 inner steps" in lines[-1]
     assert (docs / "studies" / "plot.png").read_bytes() == b"a plot"
 
 
@@ -162,7 +162,8 @@ def test_the_command_lists_makes_and_writes(archipel: Any, tmp_path: Path) -> No
     ("arguments", "says"),
     [
         ((), "study: give a NAME, or --list"),
-        (("all", "--out", "x"), "--out: give one study, or leave it to runs/studies"),
+        (("all", "--out", "x"), f"--out: give one study, not {len(studies.names())}"),
+        (("fake", "fake", "--json"), "--json: give one study, not 2"),
         (("noloco-spred",), "did you mean 'noloco-spread'?"),
         (
             ("--write-docs", "docs"),

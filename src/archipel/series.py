@@ -213,7 +213,7 @@ def _measured_before(recipes: Mapping[Path, Recipe]) -> Measured:
                 profile = load_recipe(directory / "recipe.yaml").profile
             except UserError:  # what it names is gone: it is another recipe now
                 continue
-            same = replace(recipe, profile=profile).to_yaml() == rundir.recipe_text(directory)
+            same = rundir.is_of(directory, replace(recipe, profile=profile))
             if profile is not None and profile.name == MEASURED and same:
                 measured.setdefault(_job(recipe), profile)
     return measured

@@ -20,6 +20,7 @@ from archipel import report, studies
 from archipel.disk import checkpoint, rundir
 from archipel.errors import UserError
 from archipel.recipe import Recipe
+from archipel.report import Result
 from archipel.series import Progress, say_nothing, simulate_all
 from archipel.studies import Findings, Size
 
@@ -51,7 +52,7 @@ class Record:
     versions: dict[str, str]
 
     def to_json(self) -> str:
-        """The record as a JSON object of one level of lines."""
+        """The record as a JSON object; plots by their names alone."""
         plain = asdict(self)
         plain["findings"]["plots"] = [plot.name for plot in self.findings.plots]
         return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
@@ -91,7 +92,7 @@ def make(
     runs = sorted(runs, key=lambda run: planned.index(run.directory.name))
     findings = study.answer(runs, size, folder)
     report.write(runs, folder)
-    last = max(runs, key=lambda run: (run.directory / "summary.json").stat().st_mtime)
+    last = max(runs, key=_ended)
     record = Record(
         study=name,
         question=study.TITLE,
@@ -99,12 +100,16 @@ def make(
         size=size,
         headline=report.headline(runs),
         findings=findings,
-        date=time.strftime("%Y-%m-%d", time.gmtime(last.directory.stat().st_mtime)),
+        date=time.strftime("%Y-%m-%d", time.gmtime(_ended(last))),
         machine=last.summary["machine"],
         versions=last.summary["versions"],
     )
     (folder / "findings.json").write_text(record.to_json(), encoding="utf-8")
     return record
+
+
+def _ended(run: Result) -> float:
+    return (run.directory / "summary.json").stat().st_mtime
 
 
 def _asked(study: studies.Study, size: Size) -> str:
@@ -158,8 +163,8 @@ def _claims(records: list[dict[str, Any]]) -> list[str]:
         "",
         "Written by `archipel study --write-docs docs` from the records in `docs/studies`: no "
         "figure on this page was typed by hand.",
-        "Verdicts are those of small models on a modelled network; each study below says which. An "
-        "interval is that of the mean over seeds, 95 % by Student's t.",
+        "Verdicts are those of small models on a modelled network; each study below says which. "
+        "What follows a ± is half of the 95 % interval of the mean over seeds, by Student's t.",
         "",
         "| claim or doubt | where | what we see | verdict | study |",
         "|---|---|---|---|---|",
@@ -179,7 +184,7 @@ def _claims(records: list[dict[str, Any]]) -> list[str]:
 
 
 def _section(record: dict[str, Any]) -> list[str]:
-    found, size = record["findings"], record["size"]
+    found, size = record["findings"], Size(**record["size"])
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return [
         "",
@@ -195,8 +200,8 @@ def _section(record: dict[str, Any]) -> list[str]:
         "",
         *(f"![{record['study']}]({RECORDS}/{plot})" for plot in found["plots"]),
         "",
-        f"*{record['headline']}* `{record['command']}`: {size['seeds']} seeds of {size['steps']:,} "
-        f"inner steps; {record['date']}, {record['machine']}, {versions}.",
+        f"*{record['headline']}* `{record['command']}`: {size.text}; "
+        f"{record['date']}, {record['machine']}, {versions}.",
     ]
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import archipel
-from archipel.cli import clusters, inquiries, questions, recipes, runs, terminal, texts
+from archipel.cli import clusters, questions, recipes, runs, studies, terminal, texts
 from archipel.errors import TrainingError, UserError
 
 app = typer.Typer(
@@ -44,7 +44,7 @@ app.command()(recipes.schema)
 app.command()(texts.tokenize)
 app.command()(texts.generate)
 app.command()(texts.evaluate)
-app.command("study")(inquiries.study_command)
+app.command("study")(studies.study_command)
 app.command()(questions.latency)
 app.command()(questions.fuzz)
 app.command()(clusters.fidelity)

@@ -225,7 +225,7 @@ def is_finished(directory: Path) -> bool:
 
 def has_run(directory: Path, recipe: Recipe) -> bool:
     """A simulated run of this very recipe has ended in a run directory."""
-    if is_finished(directory) and _is_of(directory, recipe):
+    if is_finished(directory) and is_of(directory, recipe):
         with contextlib.suppress(ValueError, LookupError, TypeError):  # by some other hand
             return bool(json.loads((directory / "summary.json").read_text())["clock"] == "modelled")
     return False
@@ -236,10 +236,10 @@ def goes_on(directory: Path, recipe: Recipe) -> bool:
     there.
     """
     stopped = not is_finished(directory) and not is_live(directory)
-    return stopped and bool(checkpoints_of(directory)) and _is_of(directory, recipe)
+    return stopped and bool(checkpoints_of(directory)) and is_of(directory, recipe)
 
 
-def _is_of(directory: Path, recipe: Recipe) -> bool:
+def is_of(directory: Path, recipe: Recipe) -> bool:
     """A run directory's recipe is this one, but for what no simulation heeds. A setting that is
     younger than the run has its default there.
     """

@@ -18,7 +18,9 @@ T_95 = (
 
 
 def t_95(freedom: int) -> float:
-    """The two-sided 95 % quantile of Student's t; behind the table the largest that is possible."""
+    """The two-sided 95 % quantile of Student's t; beyond the table that of its end, up to 6.5 %
+    more than the right one.
+    """
     return T_95[min(freedom, len(T_95)) - 1]
 
 

@@ -8,6 +8,8 @@ A study offers
 - `recipes(size)`, the grid of runs that answer it;
 - `answer(runs, size, out)`, what these say: `Findings`, with plots in the folder `out`.
 
+What follows a ± is half of a mean's 95 % interval over seeds (`report/intervals.py`).
+
 A new file is a new study, `archipel study NAME`: nothing is registered. What makes the runs, keeps
 them, and writes the page of claims is not here (`study.py`).
 """
@@ -15,6 +17,7 @@ them, and writes the page of claims is not here (`study.py`).
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +42,11 @@ class Size:
 
     steps: int
     seeds: int
+
+    @property
+    def text(self) -> str:
+        """As it is printed."""
+        return f"{self.seeds} seed{'s' if self.seeds > 1 else ''} of {self.steps:,} inner steps"
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,20 @@ class Findings:
     columns: list[str]
     rows: list[list[Any]]
     plots: list[Path]
+
+
+def within(interval: tuple[float, float], published: tuple[float, float]) -> tuple[Verdict, str]:
+    """The verdict on a published range, and its reason, from the interval of what was seen."""
+    low, high = interval
+    least, most = published
+    if math.isnan(low):
+        return "cannot be told", "one seed has no interval"
+    if least <= low and high <= most:
+        return "holds", ""
+    if high < least or low > most:
+        side = "below" if high < least else "above"
+        return "does not hold", f"all of the interval is {side} the published range"
+    return "cannot be told", "the interval goes beyond the published range"
 
 
 class Study(Protocol):

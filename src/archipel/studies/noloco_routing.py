@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from archipel.recipe import Recipe, parse_recipe
 from archipel.report import Result, intervals
-from archipel.studies import Claim, Findings, Size, Verdict
+from archipel.studies import Claim, Findings, Size, within
 
 TITLE = (
     "What do random routes between pipeline stages do to NoLoCo's loss, and to the spread of "
@@ -84,7 +83,11 @@ def answer(results: Sequence[Result], size: Size, out: Path) -> Findings:
             "spread of the replicas",
         ],
         rows=[
-            [outer, routing, *(mean_and_sd([one.summary[key] for one in group]) for key in FIGURES)]
+            [
+                outer,
+                routing,
+                *(intervals.text([one.summary[key] for one in group], ".4g") for key in FIGURES),
+            ]
             for (outer, routing), group in runs.items()
         ],
         plots=[plot(runs, out / "noloco-routing.png")],
@@ -103,31 +106,15 @@ def claims(fixed: Sequence[Result], random: Sequence[Result]) -> list[Claim]:
             "Random routes alone make the replicas' spread up to 15 % smaller.",
             source,
             f"changed by {intervals.text([100 * one for one in spread], '+.1f')} %",
-            *_verdict(intervals.interval(spread), (-0.15, 0.0)),
+            *within(intervals.interval(spread), (-0.15, 0.0)),
         ),
         Claim(
             "Random routes alone cost up to 4 % of perplexity.",
             source,
             f"changed by {intervals.text([100 * one for one in perplexity], '+.1f')} %",
-            *_verdict(intervals.interval(perplexity), (0.0, 0.04)),
+            *within(intervals.interval(perplexity), (0.0, 0.04)),
         ),
     ]
-
-
-def _verdict(change: tuple[float, float], published: tuple[float, float]) -> tuple[Verdict, str]:
-    """Of the interval of a change, and the range of the published one, which has 0 at an end."""
-    low, high = change
-    least, most = published
-    if math.isnan(low):
-        return "cannot be told", "one seed has no interval"
-    if least < low and high < most:
-        return "holds", ""
-    if low < 0 < high:
-        return "cannot be told", "the interval has zero in it"
-    if high < least or low > most:
-        same = (low > 0) == (most > 0)
-        return "does not hold", f"the sign is {'the same, and it is more' if same else 'another'}"
-    return "cannot be told", "the interval goes beyond the published range"
 
 
 def changes(fixed: Sequence[Result], random: Sequence[Result]) -> tuple[list[float], list[float]]:
@@ -143,23 +130,13 @@ def changes(fixed: Sequence[Result], random: Sequence[Result]) -> tuple[list[flo
 
 def finding(outer: str, fixed: Sequence[Result], random: Sequence[Result]) -> str:
     """What random routes change, of runs that differ in nothing else: pairs of the same seed."""
-    spread, perplexity = changes(fixed, random)
-    return (
-        f"{outer.capitalize()} an outer step, random routes change the spread by {percent(spread)} "
-        f"and the replicas' own perplexity by {percent(perplexity)}."
+    spread, perplexity = (
+        intervals.text([100 * one for one in found], "+.1f") for found in changes(fixed, random)
     )
-
-
-def percent(values: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds."""
-    deviation = f" ± {100 * float(np.std(values, ddof=1)):.1f}" if len(values) > 1 else ""
-    return f"{100 * float(np.mean(values)):+.1f}{deviation} %"
-
-
-def mean_and_sd(values: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds, in four digits."""
-    deviation = f" ± {float(np.std(values, ddof=1)):.2g}" if len(values) > 1 else ""
-    return f"{float(np.mean(values)):.4g}{deviation}"
+    return (
+        f"{outer.capitalize()} an outer step, random routes change the spread by {spread} % "
+        f"and the replicas' own perplexity by {perplexity} %."
+    )
 
 
 def plot(runs: dict[tuple[str, str], list[Result]], path: Path) -> Path:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from archipel.recipe import Recipe, parse_recipe
 from archipel.report import Result, intervals
-from archipel.studies import Claim, Findings, Size, Verdict
+from archipel.studies import Claim, Findings, Size, within
 from archipel.train.task import Schedule
 
 TITLE = "Does the spread of NoLoCo's replicas follow the inner learning rate?"
@@ -69,7 +69,7 @@ def answer(runs: Sequence[Result], size: Size, out: Path) -> Findings:
                 "The replicas' spread follows the inner learning rate, Pearson's r 0.91 to 0.97.",
                 "NoLoCo, its figure of the weights' deviation",
                 seen,
-                *verdict(low, high),
+                *within((low, high), PUBLISHED),
             )
         ],
         columns=["seed", "r", "evaluations", "largest spread", "last spread"],
@@ -85,18 +85,6 @@ def answer(runs: Sequence[Result], size: Size, out: Path) -> Findings:
         ],
         plots=[plot(curves, out / "noloco-spread.png")],
     )
-
-
-def verdict(low: float, high: float) -> tuple[Verdict, str]:
-    """Of the interval of the mean correlation: it is the published one where the two meet."""
-    lowest, highest = PUBLISHED
-    if math.isnan(low):
-        return "cannot be told", "one seed has no interval"
-    if high < lowest or low > highest:
-        return "does not hold", "the correlation is there, its size is another"
-    if lowest <= low and high <= highest:
-        return "holds", ""
-    return "cannot be told", "the interval is wider than the published range"
 
 
 def spread_and_rate(run: Result, steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,8 @@ from archipel.disk import rundir
 from archipel.errors import Diverged
 from archipel.methods import noloco
 from archipel.recipe import Recipe, parse_recipe
-from archipel.report import Result
-from archipel.studies import Claim, Findings, Size
+from archipel.report import Result, intervals
+from archipel.studies import Claim, Findings, Size, Verdict
 from archipel.theory import moments
 from archipel.train.task import Schedule
 
@@ -170,6 +169,8 @@ def typical_factor(setting: moments.Setting, outer_steps: int = 20_000) -> float
         x[0] += x[1]
         x -= x.mean(axis=1, keepdims=True)
         size = float(np.linalg.norm(x))
+        if size == 0:  # groups that average fully have all met: nothing is left to grow
+            return 0.0
         total += math.log(size)
         x = x / size
     return math.exp(total / outer_steps)
@@ -213,23 +214,39 @@ def predicted(alpha: float, gamma: float, inner_steps: int, seed: int) -> Curve:
 def claim(runs: dict[Key, list[Result]]) -> Claim:
     """The window of the theorem, on a network: in which settings the spread grows."""
     factors = {
-        key: fmean(growth(curve(run, "replica_std")) for run in group)
-        for key, group in runs.items()
+        key: [growth(curve(run, "replica_std")) for run in group] for key, group in runs.items()
     }
-    inside = {key: _is_inside(key) for key in runs}
-    agree = sum((factors[key] < 1) == inside[key] for key in runs)
     seen = "; ".join(
-        f"α = {alpha}, γ = {gamma} ({'inside' if inside[alpha, gamma] else 'outside'}): "
-        f"{factor:.3f} an outer step"
-        for (alpha, gamma), factor in factors.items()
+        f"α = {alpha}, γ = {gamma} ({'inside' if _is_inside((alpha, gamma)) else 'outside'}): "
+        f"{intervals.text(found, '.3f')} an outer step"
+        for (alpha, gamma), found in factors.items()
     )
     return Claim(
         "Replicas drift apart outside the window of γ, and not inside it.",
         "the doubt that γ is never reported; docs/theory.md",
         seen,
-        "holds" if agree == len(runs) else "does not hold",
-        "" if agree == len(runs) else f"{agree} of {len(runs)} settings are as the theorem says",
+        *verdict([agrees(found, _is_inside(key)) for key, found in factors.items()]),
     )
+
+
+def verdict(settings: Sequence[bool | None]) -> tuple[Verdict, str]:
+    """Of all settings: is one as the theorem says? None: its interval does not tell."""
+    agree, total = settings.count(True), len(settings)
+    if False in settings:
+        return "does not hold", f"{agree} of {total} settings are as the theorem says"
+    if None in settings:
+        return "cannot be told", f"only {agree} of {total} settings have an interval apart from 1"
+    return "holds", ""
+
+
+def agrees(factors: Sequence[float], inside: bool) -> bool | None:
+    """All of the interval of the growth is below 1 inside the window, and above 1 outside of it.
+    None: 1 is in the interval, or there is none.
+    """
+    low, high = intervals.interval(factors)
+    if high < 1 or low > 1:
+        return (high < 1) == inside
+    return None
 
 
 def _is_inside(key: Key) -> bool:
@@ -249,8 +266,8 @@ def _row(key: Key, runs: list[Result], predictions: list[Curve]) -> list[Any]:
         *key,
         f"{math.sqrt(moments.spread_radius(flat)):.3f}",
         f"{typical_factor(flat):.3f}",
-        _mean_sd([growth(line) for line in predictions]),
-        _mean_sd([growth(spread) for spread in spreads]),
+        intervals.text([growth(line) for line in predictions], ".3f"),
+        intervals.text([growth(spread) for spread in spreads], ".3f"),
         f"{np.mean([spread[-1] for spread in spreads]):.2g}",
         f"{np.mean([line[-1] for line in predictions]):.2g}",
         *(
@@ -317,10 +334,3 @@ def plot(runs: dict[Key, list[Result]], predictions: dict[Key, list[Curve]], pat
     )
     figure.savefig(path, dpi=160, metadata={"Software": None})
     return path
-
-
-def _mean_sd(values: list[float]) -> str:
-    """Mean ± standard deviation over seeds; the value alone for one seed."""
-    return f"{np.mean(values):.3f}" + (
-        f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
-    )

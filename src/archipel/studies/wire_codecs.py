@@ -18,12 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from archipel import methods
 from archipel.recipe import Recipe, parse_recipe
-from archipel.report import Result
+from archipel.report import Result, intervals
 from archipel.report.comparison import time_to_target_s
 from archipel.run.codec import CODECS
 from archipel.studies import Findings, Size
@@ -108,10 +107,10 @@ def rows(name: str, runs: Runs) -> list[list[Any]]:
             [
                 name,
                 codec,
-                with_sd([one.summary["final_loss"] for one in group], ".3f"),
-                "" if codec == "fp32" else with_sd(changes(name, codec, runs), "+.4f"),
-                with_sd(times[codec], ".0f") + " s",
-                "" if codec == "fp32" else with_sd(speed_ups, ".2f"),
+                intervals.text([one.summary["final_loss"] for one in group], ".3f"),
+                "" if codec == "fp32" else intervals.text(changes(name, codec, runs), "+.4f"),
+                intervals.text(times[codec], ".0f") + " s",
+                "" if codec == "fp32" else intervals.text(speed_ups, ".2f"),
                 f"{fmean(slow_bytes) / 1e9:.3g} GB",
             ]
         )
@@ -151,14 +150,6 @@ def finding(runs: Runs) -> str:
 
 def _second(pair: tuple[str, float]) -> float:
     return pair[1]
-
-
-def with_sd(values: Sequence[float], form: str) -> str:
-    """Mean ± standard deviation over seeds."""
-    deviation = ""
-    if len(values) > 1:
-        deviation = f" ± {format(float(np.std(values, ddof=1)), form.removeprefix('+'))}"
-    return format(fmean(values), form) + deviation
 
 
 def plot(runs: Runs, path: Path) -> Path:

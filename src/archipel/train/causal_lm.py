@@ -56,7 +56,7 @@ class Pretrained:
         auto = library("transformers").AutoModelForCausalLM
         faked = detect_fake_mode()  # then there are no values to be loaded
         if faked and self.lora:
-            model = adapters.without_values(self.config, self.lora)
+            model = adapters.without_values(self.adapted)
         elif faked or self.weights is None:
             model = auto.from_config(self.config, dtype=torch.float32)
         else:
@@ -77,6 +77,14 @@ class Pretrained:
         with torch.device("meta"):
             return auto.from_config(self.config, dtype=torch.float32)
 
+    def adapted(self) -> PreTrainedModel:
+        """The model without values, with adapters if it has any."""
+        model = self.bare()
+        if self.lora:
+            with torch.device("meta"):
+                adapters.adapt(model, self.lora)
+        return model
+
     @property
     def size(self) -> int:
         """How many parameters it has, each counted once, without adapters."""
@@ -85,11 +93,7 @@ class Pretrained:
     @property
     def trained(self) -> int:
         """How many of its parameters are trained: all, or those of its adapters."""
-        model = self.bare()
-        if self.lora:
-            with torch.device("meta"):
-                adapters.adapt(model, self.lora)
-        return sum(one.numel() for one in model.parameters() if one.requires_grad)
+        return sum(one.numel() for one in self.adapted().parameters() if one.requires_grad)
 
 
 def pretrained(
@@ -101,7 +105,7 @@ def pretrained(
     from_scratch: bool,
     checkpointing: bool,
     blocks: bool,
-    lora: Lora | None = None,
+    lora: Lora | None,
 ) -> Pretrained:
     """The model that a task means.
 
@@ -160,7 +164,8 @@ def pretrained(
             "task.lora: a model in stages (pipeline.stages, task.blocks) cannot have adapters; "
             "leave one of them out"
         )
-    _ = found.trained
+    if lora:
+        _ = found.trained
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise UserError(

@@ -13,8 +13,9 @@ A frozen weight is no part of a vector (`vector.py`), so adapters are all that t
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from archipel.train.configs import Lora
 from archipel.train.extra import library
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 ADAPTER = "adapter"
 """The folder, in that of a trained model, that holds its adapters alone, as `peft` loads them."""
@@ -38,7 +39,8 @@ def adapt(model: PreTrainedModel, lora: Lora) -> None:
     generator.
 
     Raises:
-        UserError: there are no such layers, or none that can have adapters.
+        UserError: there are no such layers, or none that can have adapters; or a pattern of names
+            is no regular expression.
     """
     peft = _peft()
     names = [name for name, _ in model.named_modules()]
@@ -54,20 +56,17 @@ def adapt(model: PreTrainedModel, lora: Lora) -> None:
             # Of layers whose weights are stored the other way round, which it then sees to itself.
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
             peft.inject_adapter_in_model(_config(lora), model)
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise UserError(f"task.lora.target_modules: {' '.join(str(error).split())}") from None
     _check_tied(model)
 
 
-def without_values(config: PretrainedConfig, lora: Lora) -> PreTrainedModel:
+def without_values(outline: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """A model of fake tensors with adapters. `peft` moves them about, which fake tensors do not
-    take: until they are there, they are on the device `meta`.
+    take: `outline` makes the model on the device `meta`.
     """
-    with unset_fake_temporarily(), torch.device("meta"):
-        model = library("transformers").AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32
-        )
-        adapt(model, lora)
+    with unset_fake_temporarily():
+        model = outline()
     made: dict[int, Tensor] = {}  # a tied one is made once
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -69,14 +69,12 @@ def study_command(
     chosen = studies.names() if names == ["all"] else names or []
     if not chosen and write_docs is None:
         raise UserError("study: give a NAME, or --list")
-    if len(chosen) > 1 and out is not None:
-        raise UserError("--out: give one study, or leave it to runs/studies")
+    if len(chosen) > 1 and (as_json or out is not None):
+        raise UserError(f"{'--json' if as_json else '--out'}: give one study, not {len(chosen)}")
     for name in chosen:
         usual = studies.load(name).FULL if full else studies.load(name).QUICK
         size = Size(steps or usual.steps, seeds or usual.seeds)
-        terminal.say(
-            f"{studies.load(name).TITLE} {size.seeds} seeds of {size.steps:,} inner steps."
-        )
+        terminal.say(f"{studies.load(name).TITLE} {size.text}.")
         with terminal.running() as (progress, _):
             record = study.make(name, size, out, processes, progress, terminal.say)
         if write_docs is not None:
@@ -86,7 +84,8 @@ def study_command(
         else:
             _tell(record)
     if write_docs is not None:
-        study.write_page(write_docs)
+        if not chosen:
+            study.write_page(write_docs)
         terminal.say(f"{write_docs / study.PAGE} is written from {write_docs / study.RECORDS}")
 
 
